@@ -1,13 +1,18 @@
-"""Warnings about a run's health, from its rows of metrics: numbers that are not finite, and a frozen policy.
+"""A run's health: numbers that are not finite and a frozen policy, from its rows of metrics; failed allocations.
 
 Updates whose gradient is not finite are skipped by the optimisers, and rows with non-finite observations,
 rewards or actions are dropped by ``quarantine.py``. ``saturation.py`` measures how far a policy saturates.
 """
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
-from pql.errors import RunError
-from pql.run.log.sinks import Row
+import torch
+
+from pql.engine.placement import host_memory
+from pql.errors import RunError, first_line, with_cause
+from pql.run.log.sinks import Row, memory
 
 LIMIT = 100  # updates in a row of one learner
 FROZEN_SHARE, FROZEN_UPDATES = 0.5, 5_000  # of all action components; policy updates in a row
@@ -97,3 +102,36 @@ class FrozenPolicy:
             f"{self._row:,.0f} policy updates, in nearly every step; a saturated tanh hardly learns its way back. "
             f"Remedies: {self.remedies}"
         )
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def short_of_memory(error: BaseException) -> bool:
+    """Return True if the error, or what caused it, is a failed allocation on the host or a GPU."""
+    texts = str(error) if isinstance(error, RuntimeError) else ""
+    if isinstance(error, MemoryError) or re.search("(allocate|out of) memory", texts):
+        return True
+    return error.__cause__ is not None and short_of_memory(error.__cause__)
+
+
+@contextmanager
+def naming_memory(device: torch.device) -> Iterator[None]:
+    """Turn a failed allocation of a run into an error with the sizes of what is used and free, and what to do.
+
+    Raises:
+        RunError: memory ran out.
+    """
+    try:
+        yield
+    except (RunError, RuntimeError, MemoryError) as error:
+        if not short_of_memory(error):
+            raise
+        used, free = memory(device), host_memory() / 2**30
+        sizes = f"at most {used['memory/host_gib']:.2f} GiB used by this process, {free:.2f} GiB free"
+        if "memory/gpu_gib" in used:
+            free = torch.cuda.mem_get_info(device)[0] / 2**30
+            sizes += f"; on the GPU {used['memory/gpu_gib']:.2f} GiB used, {free:.2f} GiB free"
+        cause = str(error) if isinstance(error, RunError) else first_line(error)
+        remedy = "resume the run where there is more, or choose a smaller replay.capacity, num_envs or algo.batch_size"
+        raise RunError(with_cause("out of memory: ", f"{cause} ({sizes}): {remedy}")) from error

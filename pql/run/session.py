@@ -1,6 +1,5 @@
 """A run: budget, log, evaluations, checkpoints and callbacks around the tick."""
 
-import re
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ from pql.run.build import build
 from pql.run.components import Parts
 from pql.run.evaluation import Evaluation, EvaluationReport, Evaluator, StoppedError, check_acting_epsilon, run_episodes
 from pql.run.flight_recorder import dumping
-from pql.run.guard import FrozenPolicy, NonFiniteMonitor
+from pql.run.guard import FrozenPolicy, NonFiniteMonitor, naming_memory, short_of_memory
 from pql.run.log import sinks as log
 from pql.run.log.closing import closing_words
 from pql.run.log.console import Console, announced
@@ -268,7 +267,7 @@ class Session:
         """
         with self.ranks.failing_together(), self.interrupt, self.closing:
             self.closing.callback(self.interrupt.release)  # not worth waiting for at the end
-            with dumping(self.run_dir, self.parts, self.ranks.rank):
+            with dumping(self.run_dir, self.parts, self.ranks.rank), naming_memory(self.parts.first.collector.device):
                 self._loop()
                 self.save()
             if self.config.replay.save:
@@ -596,7 +595,7 @@ def _build(config: Config, env: VecEnv | None) -> Parts:
             raise ConfigError(given[error.setting], error.value, error.allowed) from error
         raise
     except (RuntimeError, MemoryError) as error:
-        if isinstance(error, MemoryError) or re.search("(allocate|out of) memory", str(error)):
+        if short_of_memory(error):
             less = "algo.policy.hidden, algo.critic.hidden, replay.capacity or num_envs"
             raise RunError(f"too little memory for this run: choose smaller {less} ({first_line(error)})") from None
         raise

@@ -307,13 +307,14 @@ def run(run_dir, *more):
     return run_files.run(*words)
 
 
-@pytest.mark.fault(14)
+@pytest.mark.fault(14, count=10)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, case):
+def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, case, trial):
+    seed = f"seed={trial}"
     ahead = 0 if "algo.schedule=lockstep" in case else 4
     steps = [16 * (8 + ahead + 4 * n) for n in (5, 10)]
-    whole = run(tmp_path / "whole", *case, f"budget.env_steps={steps[1]}")
-    run(tmp_path / "parts", *case, f"budget.env_steps={steps[0]}")
+    whole = run(tmp_path / "whole", *case, seed, f"budget.env_steps={steps[1]}")
+    run(tmp_path / "parts", *case, seed, f"budget.env_steps={steps[0]}")
     resume(tmp_path / "parts", f"budget.env_steps={steps[1]}")
     one, two = (checkpoint.load(points(tmp_path / k)[-1])[0] for k in ("whole", "parts"))
     assert differences(one, two) == []

@@ -68,13 +68,13 @@ CASES = {
 }
 
 
-@pytest.mark.fault(14)
+@pytest.mark.fault(14, count=10)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, case):
+def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, case, trial):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     steps = [16 * (8 + 4 * n) for n in (5, 10)]
-    run(*words(whole, *case, f"budget.env_steps={steps[1]}"))
-    assert run(*words(parts, *case, f"budget.env_steps={steps[0]}")).env_steps == steps[0]
+    run(*words(whole, *case, f"seed={trial}", f"budget.env_steps={steps[1]}"))
+    assert run(*words(parts, *case, f"seed={trial}", f"budget.env_steps={steps[0]}")).env_steps == steps[0]
     second = resume(parts, f"budget.env_steps={steps[1]}")
     (a, facts_a), (b, facts_b) = checkpoint.load(points(whole)[-1]), checkpoint.load(points(parts)[-1])
     assert {"learners/learner", "collector/env", "collector/normalizer"} <= {"/".join(k.split("/")[:2]) for k in a}

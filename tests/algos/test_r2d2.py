@@ -260,11 +260,14 @@ def train(run_dir, *more):
     return run_files.run(*WORDS, f"run_dir={run_dir}", *more)
 
 
-@pytest.mark.fault(14)
+@pytest.mark.fault(14, count=10)
 @pytest.mark.parametrize("schedule", ["lockstep", "concurrent"])
-def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, schedule):
+def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, schedule, trial):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    words, (half, full) = (f"algo.schedule={schedule}",), (f"budget.env_steps={8 * (16 + 3 * n)}" for n in (20, 40))
+    words, (half, full) = (
+        (f"algo.schedule={schedule}", f"seed={trial}"),
+        (f"budget.env_steps={8 * (16 + 3 * n)}" for n in (20, 40)),
+    )
     train(whole, full, *words)
     train(parts, half, *words)
     resume(parts, full)

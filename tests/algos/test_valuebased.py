@@ -226,10 +226,10 @@ RESIDUAL = (  # BTR with images, and vectors of the spectral norm
 )
 
 
-@pytest.mark.fault(14)
+@pytest.mark.fault(14, count=10)
 @pytest.mark.parametrize("algo", FAMILY)
-def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, algo):
-    more = RESIDUAL if algo == "btr" else ()
+def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, algo, trial):
+    more = (*(RESIDUAL if algo == "btr" else ()), f"seed={trial}")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     steps = [16 * (8 + 2 * n) for n in (60, 120)]
     train(whole, f"algo={algo}", *more, f"budget.env_steps={steps[1]}")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -496,11 +497,13 @@ def slow(num_envs: int, device: object, stuck_at: int, mark: str) -> Slow:
     return Slow(num_envs, device, stuck_at, mark)
 
 
-@pytest.mark.fault(8, 9)
+@pytest.mark.fault(8, 9, count=50)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_saves_and_exits_130(start, tmp_path, number):
+def test_a_signal_saves_and_exits_130(start, tmp_path, number, trial):
+    """At a random moment, every second time while checkpoints are written all the time."""
     run_dir = tmp_path / "run"
-    process = start(run_dir)
+    process = start(run_dir, f"checkpoint.every_seconds={0.001 if trial % 2 else 60}")
+    time.sleep(random.Random(trial).uniform(0, 0.3) if trial else 0)
     process.send_signal(number)
     out, err = process.communicate(timeout=20)
     assert process.returncode == 130
@@ -514,9 +517,9 @@ def test_a_signal_saves_and_exits_130(start, tmp_path, number):
     assert rows(run_dir)[-1]["steps/env"] == summary["env_steps"]
 
 
-@pytest.mark.fault(8)
-def test_a_second_ctrl_c_leaves_at_once(start, tmp_path):
-    process = start(tmp_path / "run", "placement.watchdog_seconds=100", stuck_at=15)
+@pytest.mark.fault(8, count=50)
+def test_a_second_ctrl_c_leaves_at_once(start, tmp_path, trial):
+    process = start(tmp_path / "run", "placement.watchdog_seconds=100", stuck_at=15 + trial % 8)
     process.send_signal(signal.SIGINT)
     assert "stopping after this tick" in process.stderr.readline() + process.stderr.readline()
     with pytest.raises(subprocess.TimeoutExpired):

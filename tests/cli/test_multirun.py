@@ -316,7 +316,7 @@ def test_signals_are_passed_on_once_each_and_with_the_parent_goes_the_process(tm
         os.kill(pid, 0)
 
 
-@pytest.mark.fault(10)
+@pytest.mark.fault(10, count=50)
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
 def test_a_killed_parent_leaves_no_process(tmp_path):
     process, mark, pid = parent(tmp_path, 130)

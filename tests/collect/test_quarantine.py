@@ -87,7 +87,7 @@ def clean():
     return content(collected(Counter(N, stagger=True)))
 
 
-def trial(seed):
+def one_fault(seed):
     """One fault of any kind, anywhere, against a run without."""
     draw = random.Random(seed)
     kind, i = ("state", "reward", "action")[seed % 3], draw.randrange(N)
@@ -116,17 +116,10 @@ def trial(seed):
     assert all(v.isfinite().all() for v in collector.episodes.state_dict().values())
 
 
-@pytest.mark.fault(1, 2)
-@pytest.mark.parametrize("seed", range(9))
-def test_a_fault_costs_its_environment_a_row_and_the_others_nothing(seed):
-    trial(seed)
-
-
-@pytest.mark.fault(1, 2)
-@pytest.mark.slow
-def test_a_hundred_faults():
-    for seed in range(300):  # a hundred of each kind
-        trial(seed)
+@pytest.mark.fault(1, 2, count=100)
+@pytest.mark.parametrize("kind", range(3), ids=("state", "reward", "action"))
+def test_a_fault_costs_its_environment_a_row_and_the_others_nothing(kind, trial):
+    one_fault(3 * trial + kind)
 
 
 @pytest.mark.fault(1)
@@ -405,19 +398,11 @@ def check_dump(dump, at, num_envs=16):
     assert num_envs == len(last.reward)
 
 
-@pytest.mark.fault(3)
+@pytest.mark.fault(3, count=10)
 @pytest.mark.parametrize("schedule", ["lockstep", "concurrent"])
-def test_a_run_without_a_finite_environment_ends_with_what_led_to_it(tmp_path, schedule):
-    dump = broken_off(tmp_path, 40, "seed=1", f"algo.schedule={schedule}")
-    check_dump(dump, 40)
-
-
-@pytest.mark.fault(3)
-@pytest.mark.slow
-def test_twenty_such_runs(tmp_path):
-    for seed in range(20):
-        at = random.Random(seed).randrange(12, 60)
-        check_dump(broken_off(tmp_path / str(seed), at, "seed=1"), at)
+def test_a_run_without_a_finite_environment_ends_with_what_led_to_it(tmp_path, schedule, trial):
+    at = random.Random(trial).randrange(12, 60)
+    check_dump(broken_off(tmp_path, at, "seed=1", f"algo.schedule={schedule}"), at)
 
 
 @pytest.mark.fault(3)

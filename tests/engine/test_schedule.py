@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import FLASH, MODERN, bits, differences, go_on, small_config, start
+from conftest import FLASH, MODERN, bits, differences, go_on, small_config, start, ticks
 from stand_in import RecordingStreams
 
 from pql.engine.executors import Inline, Threads
@@ -225,10 +225,9 @@ def test_exclusive_work_is_ordered_against_the_ticks_around_it():
 
 
 @pytest.mark.parametrize("name", ["collector", "v", "p"])
-@pytest.mark.fault(6)
-def test_a_failing_worker_ends_the_run_with_its_name_and_traceback(name, threads_left):
-    parts = start(small_config(), Threads(("collector", "v", "p")))
-    parts.schedule.tick()
+@pytest.mark.fault(6, count=25)
+def test_a_failing_worker_ends_the_run_with_its_name_and_traceback(name, threads_left, trial):
+    parts = ticks(start(small_config(), Threads(("collector", "v", "p"))), 1 + trial % 5)
 
     def fail(count):
         raise ZeroDivisionError("the cause")
@@ -250,16 +249,17 @@ def _frames(tb):
     return traceback.extract_tb(tb)
 
 
-@pytest.mark.fault(7)
-def test_a_hung_worker_is_named_with_all_stacks(threads_left):
-    parts = start(small_config(), Threads(("collector", "v", "p"), watchdog=0.3))
+@pytest.mark.fault(7, count=15)
+@pytest.mark.parametrize("name", ["collector", "v", "p"])
+def test_a_hung_worker_is_named_with_all_stacks(threads_left, name, trial):
+    parts = ticks(start(small_config(), Threads(("collector", "v", "p"), watchdog=0.3)), trial % 5)
     release = threading.Event()
-    parts.first.workers["p"].job = lambda count: release.wait(20)
+    parts.first.workers[name].job = lambda count: release.wait(20)
     begun = time.monotonic()
-    with pytest.raises(RunError, match=r"worker p has not finished its tick in 0\.3 s") as caught:
+    with pytest.raises(RunError, match=rf"worker {name} has not finished its tick in 0\.3 s") as caught:
         parts.schedule.tick()
     assert time.monotonic() - begun < 5
-    assert "--- pql-p" in str(caught.value)
+    assert f"--- pql-{name}" in str(caught.value)
     assert "release.wait(20)" in str(caught.value)
     release.set()
     parts.schedule.executor.close()

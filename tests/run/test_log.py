@@ -392,7 +392,7 @@ def test_wandb_that_raises_is_told_of_and_no_more(tmp_path, fake, monkeypatch, s
     assert len(fake("log")) == {"init": 0, "log": 1, "finish": 3}[stage]
 
 
-@pytest.mark.fault(20)
+@pytest.mark.fault(6, 20, count=25)
 def test_wandb_that_dies_is_told_of_while_the_run_goes_on(tmp_path):
     a_log(tmp_path / "run")
     sink = tracker(tmp_path / "run")

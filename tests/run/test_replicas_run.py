@@ -48,10 +48,10 @@ CASES = {
 }
 
 
-@pytest.mark.fault(14)
+@pytest.mark.fault(14, count=10)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_in_turns_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, case):
-    whole, parts, setting = tmp_path / "whole", tmp_path / "parts", (*case, "algo.central.order=turns")
+def test_in_turns_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, case, trial):
+    whole, parts, setting = tmp_path / "whole", tmp_path / "parts", (*case, "algo.central.order=turns", f"seed={trial}")
     count = 3 if "algo.replicas=3" in case else 2
     budget = [steps(n) // 2 * count for n in (3, 6)]
     run(*words(whole, *setting, f"budget.env_steps={budget[1]}"))

@@ -141,11 +141,11 @@ def keep_saving(folder) -> None:
         one.outcomes(wait=True)
 
 
-@pytest.mark.fault(11)
+@pytest.mark.fault(11, cases=(6, 250))
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_killed_at_any_time_the_newest_point_but_one_stands(tmp_path):
+def test_killed_at_any_time_the_newest_point_but_one_stands(tmp_path, cases):
     rng, found = random.Random(0), set()
-    trials = itertools.takewhile(lambda trial: trial < 6 or (1 not in found and trial < 100), itertools.count())
+    trials = itertools.takewhile(lambda trial: trial < cases or (1 not in found and trial < 100), itertools.count())
     for trial in trials:  # until some were cut off while they wrote
         folder = tmp_path / str(trial)
         child = multiprocessing.get_context("fork").Process(target=keep_saving, args=(folder,), daemon=True)

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import threading
 import time
 import warnings
@@ -68,13 +69,13 @@ RECIPE = (
 )
 
 
-@pytest.mark.fault(14)
+@pytest.mark.fault(14, count=10)
 @pytest.mark.parametrize(("task", "algo"), CASES)
-def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, task, algo):
+def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, task, algo, trial):
     """Split in the middle of episodes, on the default (threaded) executor. Everything the next tick depends on."""
     if task == "halfcheetah":
         pytest.importorskip("mujoco")
-    setting = (*TASKS[task], algo, *EXTRAS, *(RECIPE if task == "lqr" else ()))
+    setting = (*TASKS[task], algo, *EXTRAS, *(RECIPE if task == "lqr" else ()), f"seed={trial}")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     config = compose(words(whole, *setting))
     steps = [config.num_envs * n for n in (8 + 17, 8 + 34)]
@@ -536,13 +537,13 @@ def test_resume_points_are_written_on_time_and_rotate(tmp_path):
     assert [manifest(p)["counters"]["ticks"] for p in points(tmp_path)] == [3, 4, 5]  # 13 steps, 8 of them warm-up
 
 
-@pytest.mark.fault(13)
-def test_a_full_disk_does_not_end_a_run(tmp_path, monkeypatch):
-    real, calls = tensorfile.write, []
+@pytest.mark.fault(13, count=20)
+def test_a_full_disk_does_not_end_a_run(tmp_path, monkeypatch, trial):
+    real, calls, ticks = tensorfile.write, [], 1 + trial % 4  # the disk is full after so many ticks
 
     def full(path, tensors):
         calls.append(path)
-        if len(calls) > 2:
+        if len(calls) > 2 * ticks:
             raise OSError(28, "No space left on device")
         return real(path, tensors)
 
@@ -556,7 +557,7 @@ def test_a_full_disk_does_not_end_a_run(tmp_path, monkeypatch):
     assert read_summary(tmp_path)["env_steps"] == 208
     assert len(calls) == 12  # a policy and a resume point, after each of five ticks and at the end
     monkeypatch.undo()
-    assert manifest(points(tmp_path)[-1])["counters"]["ticks"] == 1
+    assert manifest(points(tmp_path)[-1])["counters"]["ticks"] == ticks
     assert resume(tmp_path, "budget.env_steps=224").env_steps == 224
 
 
@@ -725,6 +726,54 @@ def test_a_callback_that_fails_ends_the_run(tmp_path):
 
 
 # -- before the simulator starts ------------------------------------------------------------------------------------
+
+
+@pytest.mark.fault(17, count=20)
+def test_a_replay_that_cannot_fit_is_refused_with_its_bytes_and_the_largest_that_fits(tmp_path, monkeypatch, trial):
+    """The largest size that the message names is accepted; with another row of each environment it is refused."""
+    monkeypatch.setattr("pql.engine.placement.host_memory", lambda: (1 + trial) << 20)
+    with pytest.raises(
+        ConfigError, match=r"at most (\d+) here: this many need [\d.]+ GiB, [\d.]+ GiB are free"
+    ) as error:
+        opened(*words(tmp_path / "x", "task=counter", f"replay.capacity={10**8 * (1 + trial)}"))
+    fits = int(re.search(r"at most (\d+)", str(error.value))[1])
+    with pytest.raises(ConfigError, match=f"replay.capacity={fits + 16}: expected at most {fits} here"):
+        opened(*words(tmp_path / "x", "task=counter", f"replay.capacity={fits + 16}"))
+    with opened(*words(tmp_path / "x", "task=counter", f"replay.capacity={fits}")).closing:
+        pass
+
+
+@pytest.mark.fault(18, count=20)
+def test_memory_that_runs_out_in_a_run_is_named_with_its_sizes_and_the_checkpoint_is_kept(tmp_path, trial):
+    """In any worker, as torch and Python report it; the run can be resumed."""
+    said = [
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes."),
+        MemoryError("Unable to allocate 3.00 GiB for an array"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    ][trial % 3]
+    run(*words(tmp_path))
+    point = points(tmp_path)[-1]
+    before = manifest(point)["sha256"]
+    session = Session(resume_config(tmp_path, ["budget.env_steps=100000"]), resume=True, quiet=True)
+    worker = session.parts.first.workers[("collector", "v", "p")[trial // 3 % 3]]
+    real, calls = worker.job, []
+
+    def job(count):
+        calls.append(count)
+        if len(calls) > trial:
+            raise said
+        return real(count)
+
+    worker.job = job
+    sizes = r"at most [\d.]+ GiB used by this process, [\d.]+ GiB free\): resume the run where there is more, or choose"
+    with pytest.raises(RunError) as error:
+        session.train()
+    last = str(error.value).splitlines()[-1]
+    assert last.startswith("out of memory: ")
+    assert re.search(sizes, last)
+    assert str(said) in last
+    assert checkpoint.load(point)[1]["sha256"] == before
+    assert resume(tmp_path, "budget.env_steps=480").env_steps == 480
 
 
 @pytest.mark.fault(17)
