@@ -130,8 +130,10 @@ class SlotTable:
             self.changed.notify_all()
 
     def answered(self, peer: RemoteActor, rows: WireRows) -> None:
-        """Store the answer of ``peer`` to its last request."""
+        """Store the answer of ``peer`` to its last request; after :meth:`end` it is dropped."""
         with self.changed:
+            if self.closed:
+                return
             if peer.reset_due:
                 self._reset(peer)
                 return
@@ -221,7 +223,8 @@ class SlotTable:
             return []
 
     def take_all(self, timeout: float) -> list[Taken]:
-        """Take the answers of all connected actors, regardless of groups; an empty list after ``timeout`` seconds."""
+        """Take the answers of all connected actors, regardless of groups; an empty list after ``timeout`` seconds, and
+        after :meth:`end`."""
         start = time.monotonic()
         with self.changed:
             while not self.closed and ((self.status == FLYING).any() or not (self.status == READY).any()):
@@ -229,7 +232,7 @@ class SlotTable:
                 if left <= 0:
                     return []
                 self.changed.wait(left)
-            return self._collect(slice(0, self.size))
+            return [] if self.closed else self._collect(slice(0, self.size))
 
     def _collect(self, part: slice) -> list[Taken]:
         out = []
