@@ -157,6 +157,24 @@ def test_a_crash_while_adding_leaves_the_points_before(tmp_path, monkeypatch, st
 
 
 @pytest.mark.fault(11)
+def test_a_resume_point_whose_replacement_was_interrupted_still_counts(tmp_path):
+    """It is the only one of a short run; without it the settings would be read from an edited config.yaml."""
+    folder = tmp_path / "checkpoints"
+    save_with_settings(folder / "tick-1", kind="resume", counters={"ticks": 1, "seconds": 0.0}, ranks=2)
+    (folder / "tick-1").rename(folder / ".old-tick-1")  # killed between the renames
+    (tmp_path / "config.yaml").write_text("seed: 9\n")
+    assert checkpoint.resume_points(folder) == [folder / "tick-1"]
+    assert newest_checkpoint(folder, ("resume",))[1]["counters"]["ticks"] == 1
+    assert checkpoint.find(tmp_path)[2] == folder / "tick-1"
+    assert checkpoint.ranks(folder) == 2
+    with pytest.warns(PqlWarning, match=r"config\.yaml differs from the run in .*: the settings in its resume point"):
+        assert run_settings(tmp_path)["seed"] == 0
+    checkpoint.amend_manifest(folder, from_dict({"seed": 4}))
+    recover(folder)
+    assert load(folder / "tick-1", ("resume",))[1]["config"]["seed"] == 4
+
+
+@pytest.mark.fault(11)
 def test_rotation_after_a_crash_keeps_what_was_being_replaced(tmp_path):
     """``best`` is not written again by the next save: were its old copy deleted, it would be lost for good."""
     save(tmp_path / "best", tree(1.0), {})

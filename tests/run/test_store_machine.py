@@ -101,7 +101,6 @@ class CheckpointMachine(RuleBasedStateMachine):
             assert found in (self.value, self.kept.get(name))  # the new one or the one before, nothing else
             if found == self.value:
                 self.kept[name] = found
-            checkpoint.recover(self.folder)  # as a resumed run does first
             if where == "new" and found is None:
                 self.tick -= 1
         else:
@@ -130,9 +129,9 @@ class CheckpointMachine(RuleBasedStateMachine):
     def damage(self, data, file):
         if self.kept:
             name = data.draw(st.sampled_from(sorted(self.kept)))
-            path = self.folder / name / file
-            if path.exists():
-                path.write_bytes(path.read_bytes()[:-3])
+            for path in (self.folder / name / file, self.folder / f".old-{name}" / file):
+                if path.exists():
+                    path.write_bytes(path.read_bytes()[:-3])
             self.kept[name] = None
 
     @rule()
@@ -140,6 +139,7 @@ class CheckpointMachine(RuleBasedStateMachine):
         """Once a resumed run has chosen its resume point, damaged newer ones are no longer found."""
         intact = [name for name in self.points() if self.kept[name] is not None]
         if intact:
+            checkpoint.recover(self.folder)
             for old in self.folder.glob("damaged-*"):
                 shutil.rmtree(old)
             checkpoint.set_aside(self.folder, self.folder / intact[-1])

@@ -120,7 +120,7 @@ def _manifest(path: Path, kinds: Sequence[str]) -> dict[str, Any]:
         OSError: it cannot be read.
         ValueError: it is damaged or invalid.
     """
-    manifest: dict[str, Any] = read_json(path / MANIFEST)
+    manifest: dict[str, Any] = read_json(_present(path) / MANIFEST)
     check_manifest(manifest, kinds)
     if manifest["manifest_sha256"] != _manifest_hash(manifest):
         raise ValueError("its content does not match its hash")
@@ -195,8 +195,9 @@ def newest_checkpoint(folder: Path, kinds: Sequence[str] = ()) -> tuple[dict[str
 
 
 def resume_points(folder: Path) -> list[Path]:
-    """Return resume points, oldest first."""
-    return sorted(folder.glob("tick-*"))
+    """Return resume points, oldest first, with one whose replacement was interrupted (:func:`load` finds it)."""
+    found = (*folder.glob("tick-*"), *folder.glob(".old-tick-*"))
+    return [folder / name for name in sorted({path.name.removeprefix(".old-") for path in found})]
 
 
 def ranks(folder: Path) -> int | None:
@@ -227,7 +228,7 @@ def amend_manifest(folder: Path, config: Config) -> None:
     """
     for path in resume_points(folder):
         with contextlib.suppress(ValueError):
-            _write_manifest(path, {**_manifest(path, ("resume",)), **config_entries(config)})
+            _write_manifest(_present(path), {**_manifest(path, ("resume",)), **config_entries(config)})
 
 
 def of_rank(folder: Path, rank: int) -> Path:
@@ -296,6 +297,11 @@ def recover(folder: Path) -> None:
 def _old(path: Path) -> Path:
     """Temporary path of a checkpoint while it is replaced."""
     return path.with_name(f".old-{path.name}")
+
+
+def _present(path: Path) -> Path:
+    """Return where a checkpoint is: ``path``, or its temporary path if its replacement was interrupted."""
+    return _old(path) if not path.exists() and _old(path).exists() else path
 
 
 def _sha256(path: Path) -> str:
