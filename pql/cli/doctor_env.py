@@ -16,7 +16,8 @@ from pql.config.layers import Presets
 from pql.config.validate import STEPS, limits, resolve_device
 from pql.contract.conformance import Checker, Report, check_env, protocol_fault
 from pql.contract.env import EnvSpec, VecEnv
-from pql.engine.watchdog import Timed, guarded, start_limit, watching
+from pql.engine.deadlines import start_limit
+from pql.engine.watchdog import Timed, guarded, watching
 from pql.errors import ConfigError
 from pql.run.task import build_env, describe_env
 from pql.types import Step

@@ -135,11 +135,11 @@ def how_ended(status: int) -> str:
 
 
 def _wait(child: "subprocess.Popen[bytes]", enough: Callable[[], bool] | None, every: float) -> int:
-    signalled = enough is None
-    while True:
+    signalled = False
+    while True:  # no deadline: a run has its own; signals reach it through ``Runner``
         try:
-            return child.wait(None if signalled else every)
+            return child.wait(every)
         except subprocess.TimeoutExpired:
-            if enough is not None and enough():
+            if not signalled and enough is not None and enough():
                 child.send_signal(signal.SIGTERM)
                 signalled = True

@@ -17,6 +17,8 @@ from torch import Generator, Tensor
 
 from pql.contract.env import EnvSpec, VecEnv, make_ready
 from pql.contract.optional import PartialReset, Resumable, SplitStep, supports
+from pql.engine import deadlines
+from pql.engine.deadlines import answer_of, idle_get
 from pql.errors import ConfigError
 from pql.types import Obs, Step
 
@@ -123,7 +125,7 @@ class Stepper:
     def _loop(self) -> None:
         torch.get_num_threads()  # the first call in a thread adopts the process-wide count, and would undo a set before
         torch.set_num_threads(1)
-        while (action := self.inbox.get()) is not None:
+        while (action := idle_get(self.inbox)) is not None:
             try:
                 self.outbox.put(self.step(action))
             except BaseException as error:
@@ -134,16 +136,16 @@ class Stepper:
         self.inbox.put(action)
 
     def result(self) -> Step:
-        """Wait for the step of the oldest action started; re-raise its exception."""
-        outcome = self.outbox.get()
+        """Wait for the step of the oldest action started, under the caller's deadline; re-raise its exception."""
+        outcome = answer_of(self.thread, self.outbox)
         if isinstance(outcome, BaseException):
             raise outcome
         return outcome
 
     def close(self) -> None:
-        """End the thread; wait for it 2 seconds at most."""
+        """End the thread; a hung one is left behind."""
         self.inbox.put(None)
-        self.thread.join(timeout=2.0)
+        self.thread.join(timeout=deadlines.WORKER)
 
 
 def grouped_spec(one: EnvSpec, groups: int) -> EnvSpec:

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pql.engine.watchdog import touch
+
 TYPES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -55,6 +57,7 @@ def write(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str] | 
         for part in parts:
             file.write(part)
             digest.update(part)
+            touch()  # a large file makes progress
         file.flush()
         os.fsync(file.fileno())
     return digest.hexdigest()

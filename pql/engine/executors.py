@@ -12,7 +12,9 @@ from typing import Any, Protocol
 
 import torch
 
-from pql.engine.watchdog import Limit, stacks, watching
+from pql.engine import deadlines
+from pql.engine.deadlines import Limit, idle_get
+from pql.engine.watchdog import stacks, watching
 from pql.errors import HungError, RunError, first_line, with_cause
 
 Job = Callable[[], None]
@@ -101,7 +103,7 @@ class Threads:
             thread.start()
 
     def _loop(self, name: str) -> None:
-        while (jobs := self.inbox[name].get()) is not None:
+        while (jobs := idle_get(self.inbox[name])) is not None:
             seconds = 0.0
             try:
                 while (job := self._next(name, jobs)) is not None:
@@ -142,7 +144,9 @@ class Threads:
             left = min(self.watchdog, *(self.due[name] - time.monotonic() for name in waiting))
             try:
                 # Once a worker has failed the others get time to finish, so that its error comes first.
-                name, outcome = self.done.get(timeout=max(0.01, left if failed is None else min(5.0, left)))
+                name, outcome = self.done.get(
+                    timeout=max(0.01, left if failed is None else min(deadlines.OTHERS, left))
+                )
             except queue.Empty:
                 if failed is not None:
                     break
@@ -174,7 +178,7 @@ class Threads:
     def close(self) -> None:
         for name, box in self.inbox.items():
             box.put(None)
-            self.threads[name].join(timeout=2.0)
+            self.threads[name].join(timeout=deadlines.WORKER)
 
 
 class Streams:

@@ -11,8 +11,8 @@ import torch
 
 from pql.config import Config, PlacementConfig
 from pql.config.validate import resolve_device
+from pql.engine.deadlines import start_limit, step_limit
 from pql.engine.executors import Executor, Inline, Streams, Threads
-from pql.engine.watchdog import start_limit, step_limit
 from pql.errors import ConfigError
 
 

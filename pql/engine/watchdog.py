@@ -18,33 +18,15 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from pql.engine import deadlines
+from pql.engine.deadlines import Limit, start_limit, step_limit
 from pql.errors import HungError
 
 if TYPE_CHECKING:
     from pql.config import PlacementConfig
     from pql.engine.interrupt import Interrupt
-
-LOOK = 0.25  # seconds between checks of the deadlines
-GRACE = 5.0  # seconds in which an interrupted run may close its resources
-
-
-class Limit(NamedTuple):
-    """Seconds without progress that count as hung, and the setting that defines them."""
-
-    seconds: float
-    setting: str
-
-
-def step_limit(place: "PlacementConfig") -> Limit:
-    """Return the limit of a step or an update."""
-    return Limit(place.watchdog_seconds, "placement.watchdog_seconds")
-
-
-def start_limit(place: "PlacementConfig") -> Limit:
-    """Return the limit of calls that may load or compile first."""
-    return max(Limit(place.start_seconds, "placement.start_seconds"), step_limit(place))
 
 
 class Watch:
@@ -140,10 +122,10 @@ class Watchdog:
     def __exit__(self, *_: object) -> None:
         _dogs.remove(self)
         self._over.set()
-        self._thread.join()
+        self._thread.join(deadlines.WATCHDOG)
 
     def _look(self) -> None:
-        while not self._over.wait(LOOK):
+        while not self._over.wait(deadlines.LOOK):
             late = [watch for watch in list(_watches.values()) if watch.late and not watch.polled]
             if late and _dogs[-1:] == [self]:  # only the one entered last acts: each would end the process
                 self._end(late[0])
@@ -151,7 +133,7 @@ class Watchdog:
     def _end(self, watch: Watch) -> None:
         error = watch.error()
         main = watch.thread == threading.main_thread().ident
-        if main and self._interrupt is not None and self._interrupt.throw(error) and self._over.wait(GRACE):
+        if main and self._interrupt is not None and self._interrupt.throw(error) and self._over.wait(deadlines.UNWIND):
             return
         if not self._over.is_set():
             exit_now(str(error))
@@ -194,7 +176,7 @@ def exit_now(text: str) -> NoReturn:
         child.kill()
     flush = threading.Thread(target=sys.stdout.flush, daemon=True)  # the hung thread may hold its lock
     flush.start()
-    flush.join(1.0)
+    flush.join(deadlines.FLUSH)
     if sys.stdout.isatty():
         os.write(1, b"\x1b[?25h")  # the live panel hides the cursor
     *above, last = text.splitlines()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pql.contract.env import Box, Discrete, EnvSpec, ObsSpec
-from pql.engine import interrupt
+from pql.engine import deadlines, interrupt
 from pql.engine.watchdog import touch
 from pql.errors import ConfigError, RunError
 from pql.remote.assembler import StepAssembler
@@ -27,8 +27,6 @@ from pql.remote.token import read_token
 from pql.types import Obs, Step
 
 SPREAD = 4
-PATIENCE = 1.0  # seconds between checks for connected actors
-LOOK = 0.2  # seconds between checks for an interrupt, before the first actor
 NOBODY = torch.zeros(0, dtype=torch.int64)
 
 
@@ -114,7 +112,7 @@ class Remote:
             f"pql actor --connect {self.server.address} --num-envs K --task {self.task}"
         )
         end = time.monotonic() + self.timeout
-        while not self.server.known.wait(max(0.0, min(LOOK, end - time.monotonic()))):
+        while not self.server.known.wait(max(0.0, min(deadlines.LOOK, end - time.monotonic()))):
             touch()  # this wait has its own time limit
             if interrupt.asked():
                 raise KeyboardInterrupt("no actor had connected: nothing to save")
@@ -205,7 +203,7 @@ class Together:
 
     def _everybody(self) -> list[Taken]:
         """Take the answers of all actors; once the run is ending, only those that have arrived."""
-        while not (taken := self.table.take_all(0.0 if self._ending else PATIENCE)) and not self._ending:
+        while not (taken := self.table.take_all(0.0 if self._ending else deadlines.IDLE)) and not self._ending:
             self._ending = interrupt.asked()
             self.check_alive()
         return taken

@@ -10,13 +10,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
 
-from pql.engine.watchdog import Limit
+from pql.engine import deadlines
+from pql.engine.deadlines import Limit
 from pql.errors import ConfigError
 from pql.remote import protocol as wire
 from pql.remote.protocol import BYE, LOOPBACK, OBS, RESET, STEP, WireError, unpack
@@ -35,7 +37,6 @@ KEEPALIVE = (
 )
 SIZES = (("grpc.max_receive_message_length", wire.LARGEST), ("grpc.max_send_message_length", wire.LARGEST))
 OPTIONS = (*KEEPALIVE, *SIZES, ("grpc.so_reuseport", 0))
-GRACE = 2.0  # seconds for actors to receive BYE
 
 OFFERED = ("obs", "action", "max_episode_steps", "autoreset", "final_obs", "log")  # must be equal for all actors
 
@@ -106,7 +107,7 @@ class ActorServer:
         self._loop.run_forever()
 
     def _on_loop(self, work: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(deadlines.SERVER)
 
     async def _open(self, address: str) -> str:
         self._server = grpc.aio.server(options=OPTIONS)
@@ -127,20 +128,23 @@ class ActorServer:
         for table in self.tables.values():
             if table is not None:
                 table.end(why)
-        self._on_loop(self._stop())
+        with suppress(TimeoutError):  # streams that cannot be ended; the thread is a daemon
+            self._on_loop(self._stop())
         self._stop_loop()
 
     async def _stop(self) -> None:
-        await self._server.stop(GRACE)
+        await self._server.stop(deadlines.BYE)
         if rest := asyncio.all_tasks() - {asyncio.current_task()}:
-            _, rest = await asyncio.wait(rest, timeout=0.5)  # they are about to end; cancelling prints a traceback
+            _, rest = await asyncio.wait(
+                rest, timeout=deadlines.STREAMS
+            )  # they are about to end; cancelling prints a traceback
         for task in rest:
             task.cancel()
         await asyncio.gather(*rest, return_exceptions=True)
 
     def _stop_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=2.0)
+        self._thread.join(timeout=deadlines.WORKER)
         self._loop.close()
 
     # -- one actor ----------------------------------------------------------------------------------------------------
@@ -165,7 +169,11 @@ class ActorServer:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "a wrong token, or none")
 
     async def _converse(self, context: grpc.aio.ServicerContext) -> None:
-        first = await context.read()
+        try:
+            async with asyncio.timeout(deadlines.HELLO):
+                first = await context.read()
+        except TimeoutError:
+            raise LateError(f"has not introduced itself for {deadlines.HELLO:g} s") from None
         if first is grpc.aio.EOF:
             return
         hello = unpack(first)

@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pql.engine import interrupt
+from pql.engine.watchdog import touch
 from pql.remote.protocol import BYE, RESET, Layout, WireRows, pack, pack_json
 
 EMPTY, FLYING, READY, DUE = range(4)
@@ -216,10 +218,11 @@ class SlotTable:
                 status = self.status[part]
                 ready, flying = bool((status == READY).any()), bool((status == FLYING).any())
                 limit, waited = self.wait if ready else self.patience, time.monotonic() - start
-                over = limit is not None and waited >= limit
+                over = (limit is not None and waited >= limit) or (ready and interrupt.asked())
                 if over or (ready and not flying) or (not ready and (self.status >= READY).any()):
                     return self._collect(part)
-                self.changed.wait(None if limit is None else limit - waited)
+                touch()  # the server limits each answer
+                self.changed.wait(self.patience if limit is None else limit - waited)
             return []
 
     def take_all(self, timeout: float) -> list[Taken]:

@@ -21,8 +21,7 @@ from pql.engine.placement import (
     worker_devices,
 )
 from pql.engine.schedule import Concurrent, Counts, Lockstep, Schedule, Trace
-from pql.engine.slots import WeightSlot
-from pql.engine.worker import LearnerJob, Worker
+from pql.engine.worker import LearnerJob, WeightSlot, Worker
 from pql.errors import ConfigError
 from pql.run.components import Parts, Replica
 from pql.run.replicas import Replicas, replica_names, replica_shares

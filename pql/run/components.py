@@ -20,10 +20,10 @@ from pql.contract.env import VecEnv
 from pql.data.normalize import Moments
 from pql.data.replay import Cursor
 from pql.engine.collectives import ALONE, Group
+from pql.engine.deadlines import start_limit, step_limit
 from pql.engine.schedule import Counts, Schedule
-from pql.engine.slots import WeightSlot
-from pql.engine.watchdog import start_limit, step_limit, touch, watching
-from pql.engine.worker import Learner, LearnerJob, MetricSum, Worker
+from pql.engine.watchdog import touch, watching
+from pql.engine.worker import Learner, LearnerJob, MetricSum, WeightSlot, Worker
 from pql.errors import ConfigError
 from pql.nets.mlp import Flat
 

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from pql.contract.env import Discrete, EnvSpec, VecEnv, make_ready
-from pql.engine import watchdog
+from pql.engine import deadlines, watchdog
+from pql.engine.deadlines import Limit, idle_get, start_limit, step_limit
 from pql.engine.graph import clone_state
 from pql.engine.placement import set_precision
-from pql.engine.watchdog import Limit, Watch, start_limit, step_limit
+from pql.engine.watchdog import Watch
 from pql.errors import ConfigError, HungError
 from pql.run.policy import Policy, Stored, open_stored
 from pql.run.store.checkpoint import home
@@ -251,7 +252,7 @@ class Evaluator:
 
     def _loop(self) -> None:
         torch.set_num_threads(1)
-        while (counters := self._inbox.get()) is not None:
+        while (counters := idle_get(self._inbox)) is not None:
             outcome: Evaluation | BaseException
             try:
                 with torch.cuda.stream(self._stream), self._watched():  # it ends in a host read: the stream is idle
@@ -289,7 +290,7 @@ class Evaluator:
         """Stop without waiting for episodes to end."""
         self._stop.set()
         self._inbox.put(None)
-        self._thread.join(timeout=0.0 if self.hung() else 5.0)
+        self._thread.join(timeout=0.0 if self.hung() else deadlines.EVALUATOR)
         if not self._thread.is_alive():  # else the simulator hangs, and closing it under a step could crash
             closing = f"closing {self.env.spec.name}"
             with nullcontext() if self.start is None else watchdog.watching(closing, self.start):

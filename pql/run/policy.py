@@ -20,7 +20,8 @@ from pql.config.trust import NETWORKS, check_links, check_networks, check_task
 from pql.contract.env import EnvSpec, VecEnv
 from pql.contract.spec_json import spec_from_dict, spec_to_dict
 from pql.data.normalize import Normalizer
-from pql.engine.watchdog import start_limit, watching
+from pql.engine.deadlines import start_limit
+from pql.engine.watchdog import watching
 from pql.errors import ConfigError, show
 from pql.nets.mlp import Flat, groups_read
 from pql.run.base_policy import BasePolicy

@@ -26,6 +26,7 @@ from pql.config import Config, changed, leaves
 from pql.config.fields import settings
 from pql.config.validate import resolve_device, validate
 from pql.data.normalize import Moments
+from pql.engine import deadlines
 from pql.engine.collectives import ALONE, Group, Order, PeerError, explained
 from pql.engine.optim import Optimizer
 from pql.engine.placement import available_cores, thread_counts
@@ -36,8 +37,7 @@ from pql.run.components import Parts
 from pql.run.store import checkpoint
 
 ACTIONS = ("log", "save", "eval", "video", "stop", "interrupt")
-PATIENT = timedelta(minutes=30)  # time limit outside ticks: starting simulators, checkpoints
-LAST_WORDS = 3.0  # seconds that a failing rank waits for the errors of others
+RANK = timedelta(seconds=deadlines.RANK)
 PLACES = ("placement.collector", "placement.v_learner", "placement.p_learner")
 
 T = TypeVar("T")
@@ -148,7 +148,7 @@ class Ranks:
         """Connect learners and statistics of all ranks; call before graphs are captured."""
         if self.size == 1:
             return
-        self.wait()  # simulators may start slowly; after this, ranks do not wait for each other
+        self.barrier()  # simulators may start slowly; after this, ranks do not wait for each other
         order, limit = Order(), timedelta(seconds=self.share.placement.watchdog_seconds)
         for name, worker in sorted(parts.first.workers.items()):  # in the same order on all ranks
             cuda = worker.device.type == "cuda"
@@ -236,7 +236,7 @@ class Ranks:
             raise ConfigError(*wrong)
         return cast(T, made)
 
-    def wait(self) -> None:
+    def barrier(self) -> None:
         """Wait until all ranks have arrived."""
         self.every(None)
 
@@ -254,7 +254,7 @@ class Ranks:
             self._flags = flags, dist.all_reduce(flags, dist.ReduceOp.MAX, async_op=True)
             if before is None:
                 return []
-            before[1].wait()
+            before[1].wait(RANK)
         return [a for a, said in zip(ACTIONS, before[0].tolist(), strict=True) if said]
 
     def _check_config(self, config: Config) -> None:
@@ -291,7 +291,7 @@ class Ranks:
     def _last_words(self, mine: str) -> list[str]:
         """Publish ``mine``, this rank's error if any, and return the outcome of the others."""
         found, missing = [], set(range(self.size)) - {self.rank}
-        until = time.monotonic() + LAST_WORDS
+        until = time.monotonic() + deadlines.LAST_WORDS
         try:
             _store.set(f"{self._name}/{self.rank}", mine)
             while missing and time.monotonic() < until:
@@ -326,8 +326,8 @@ def _join(place: World) -> None:
         raise ConfigError("torch.distributed", "initialized", "a program that leaves this to the run")
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's processes are in their own session and would outlive it
         end_with_parent()
-    store, rank, size = next(dist.rendezvous("env://", timeout=PATIENT))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=PATIENT)
+    store, rank, size = next(dist.rendezvous("env://", timeout=RANK))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=RANK)
     _store = dist.PrefixStore("pql", store)
     atexit.register(_leave)
 

@@ -14,8 +14,10 @@ from pql.config.fields import reads
 from pql.config.trust import names_foreign_code
 from pql.contract.env import VecEnv
 from pql.contract.optional import Measured, Resumable, WithEvaluation, supports
+from pql.engine import deadlines
+from pql.engine.deadlines import start_limit, step_limit
 from pql.engine.interrupt import Interrupt
-from pql.engine.watchdog import Watchdog, start_limit, step_limit, watching
+from pql.engine.watchdog import Watchdog, watching
 from pql.errors import ConfigError, PqlWarning, RunError, first_line
 from pql.run.build import build
 from pql.run.components import Parts
@@ -39,7 +41,6 @@ from pql.run.task import build_env, staggered
 Callback = Callable[["Session", log.Row], None]
 Callbacks = Callback | Sequence[Callback]
 AGREE_EVERY = 32  # warm-up steps between checks of all ranks for its end
-LAST_VIDEO = 60.0  # seconds that the end of a run waits for a video that is being recorded
 
 
 class Session:
@@ -119,7 +120,7 @@ class Session:
         self.sinks = log.Sinks([])
         if ranks.first:
             self.sinks = log.make_sinks(config, self.run_dir, self.console, resumed_at)
-        opened.callback(self.sinks.close)
+        opened.callback(self._close_sinks)
         with self.doing("building the evaluation's environments"):
             self.evaluator = self._make_evaluator()
         if self.evaluator:
@@ -220,6 +221,10 @@ class Session:
             except checkpoint.CorruptCheckpointError as error:
                 self.warn(f"{error}; the next evaluation replaces it")
         return int(counters["ticks"])
+
+    def _close_sinks(self) -> None:
+        with watching("closing the log", start_limit(self.config.placement)):
+            self.sinks.close()
 
     def _close_parts(self) -> None:
         self.parts.schedule.executor.close()
@@ -367,7 +372,8 @@ class Session:
     def _write(self, row: log.Row) -> None:
         if row.get("train/episodes") == 0:  # no episode ended in this window: there are no means
             row = {k: v for k, v in row.items() if not k.startswith(("train/", "episode/"))}
-        self.sinks.write(row)
+        with watching("writing the log", start_limit(self.config.placement)):
+            self.sinks.write(row)
         self._guard.look(row)
         self._frozen.look(row)
         for callback in self.callbacks if self.ranks.first else ():
@@ -441,7 +447,7 @@ class Session:
         if self.filmer and (video := self.filmer.finished()):
             self.sinks.video(*video)
         while self.evaluator and not self.evaluator.reports.empty():
-            self._record(self.evaluator.reports.get())
+            self._record(self.evaluator.reports.get_nowait())
         if self.evaluator and self._failed is None:
             self._failed = self.evaluator.hung()
 
@@ -470,7 +476,7 @@ class Session:
         """Evaluate the current policy; None if disabled or after Ctrl-C."""
         if self.filmer:
             with self.doing("the last video"):
-                self.filmer.wait(lambda: self.interrupted, LAST_VIDEO)
+                self.filmer.wait(lambda: self.interrupted, deadlines.LAST_VIDEO)
                 self._collect_evaluations()
         if self.evaluator:
             with self.doing("the last evaluation during training", self._episodes):
@@ -505,7 +511,7 @@ class Session:
 
     def _wait_for_evaluator(self) -> None:
         assert self.evaluator is not None
-        while not self.interrupted and self._failed is None and not self.evaluator.wait(0.2):
+        while not self.interrupted and self._failed is None and not self.evaluator.wait(deadlines.LOOK):
             self._collect_evaluations()
         self._collect_evaluations()
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from machines import effort
 
-from pql.engine.slots import WeightSlot
+from pql.engine.worker import WeightSlot
 
 
 def make():

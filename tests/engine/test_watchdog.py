@@ -15,10 +15,11 @@ from run_files import points, resume, run, words
 from pql.cli.main import main
 from pql.config import PlacementConfig
 from pql.contract.registry import register
-from pql.engine import watchdog
+from pql.engine import deadlines, watchdog
+from pql.engine.deadlines import Limit
 from pql.engine.executors import Inline, Threads
 from pql.engine.interrupt import Interrupt
-from pql.engine.watchdog import Limit, Timed, Watchdog, stepped, touch, watching
+from pql.engine.watchdog import Timed, Watchdog, stepped, touch, watching
 from pql.envs.toy import Counter
 from pql.errors import HungError, RunError, first_line, with_cause
 from pql.run.build import build
@@ -33,7 +34,7 @@ LONG = Limit(1000.0, "placement.start_seconds")
 
 @pytest.fixture(autouse=True)
 def _looks_often(monkeypatch):
-    monkeypatch.setattr(watchdog, "LOOK", 0.02)
+    monkeypatch.setattr(deadlines, "LOOK", 0.02)
 
 
 @pytest.fixture
@@ -108,14 +109,14 @@ def test_the_thread_ends_with_it(threads_left):
 # go, too.
 STUCK = """
 import ctypes, multiprocessing, sys, time
-from pql.engine import watchdog
+from pql.engine import deadlines, watchdog
 from pql.engine.interrupt import Interrupt
-watchdog.GRACE = 0.2
+deadlines.UNWIND = 0.2
 child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
 child.start()
 libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
 with Interrupt() as interrupt, watchdog.Watchdog(interrupt):
-    with watchdog.watching("the reset of toy", watchdog.Limit(0.2, "placement.start_seconds")):
+    with watchdog.watching("the reset of toy", deadlines.Limit(0.2, "placement.start_seconds")):
         libc.pthread_mutex_lock(mutex)
         libc.pthread_mutex_lock(mutex)
 """

@@ -15,6 +15,7 @@ from pairs import free_port
 from remotes import remote, wait_until
 
 from pql.cli.main import main, parser
+from pql.engine import deadlines
 from pql.engine.executors import Inline
 from pql.errors import ConfigError, RunError
 from pql.remote.actor.command import ActorOptions, setup_of
@@ -22,7 +23,7 @@ from pql.remote.actor.sims import make_sim
 from pql.remote.env import Remote
 from pql.remote.fleet.cluster import reason
 from pql.remote.fleet.host import FleetHost
-from pql.remote.fleet.supervisor import FAILED, GRACE, LOST, OVER, REFUSED, STEADY, STOPPED, TRIES, Ending, Fleet, Look
+from pql.remote.fleet.supervisor import FAILED, LOST, OVER, REFUSED, STEADY, STOPPED, TRIES, Ending, Fleet, Look
 from pql.run.build import build
 
 GONE = Ending(LOST, "The node has died.")
@@ -110,9 +111,9 @@ def test_when_the_learner_says_that_it_is_over_nobody_is_placed_and_the_rest_lea
     assert not fleet.turn(1.5)
     assert stage.said() == [("stop", 1), ("stop", 3)]
     stage.news[1] = Ending(STOPPED, "")
-    assert not fleet.turn(1.5 + GRACE - 0.1)
+    assert not fleet.turn(1.5 + deadlines.LEAVE - 0.1)
     assert stage.said() == []  # 2 was due long ago
-    assert fleet.turn(1.5 + GRACE)  # 3 never had a place
+    assert fleet.turn(1.5 + deadlines.LEAVE)  # 3 never had a place
     assert stage.said() == [("remove", 3)]
     assert fleet.error is None
 
@@ -132,8 +133,8 @@ def test_a_drain_lets_actors_leave_and_takes_who_does_not(stage):
     fleet.drain(3.0)  # asked again: the same
     assert stage.said() == [("stop", 0), ("stop", 1)]
     stage.news[0] = Ending(STOPPED, "")
-    assert not fleet.turn(2.0 + GRACE / 2)
-    assert fleet.turn(2.0 + GRACE)
+    assert not fleet.turn(2.0 + deadlines.LEAVE / 2)
+    assert fleet.turn(2.0 + deadlines.LEAVE)
     assert stage.said() == [("remove", 1)]
 
 
@@ -344,8 +345,8 @@ def test_a_lost_node_s_actor_comes_back_elsewhere_and_the_run_goes_on(cluster, t
         assert victim.node_id[:8] not in where(log).values()
         assert "was lost: " in log.read_text()
         fleet.send_signal(signal.SIGTERM)
-        wait_until(lambda: env.table.live == 0 or bool(parts.schedule.tick()), GRACE + 20)
-        assert fleet.wait(GRACE + 20) == 130
+        wait_until(lambda: env.table.live == 0 or bool(parts.schedule.tick()), deadlines.LEAVE + 20)
+        assert fleet.wait(deadlines.LEAVE + 20) == 130
         env.close()
     finally:
         fleet.kill()

@@ -23,6 +23,7 @@ from run_files import points, rows, words
 from pql.config import BudgetConfig, Config
 from pql.config.compose import compose
 from pql.config.schema import LoggerConfig
+from pql.engine import deadlines
 from pql.errors import ConfigError, PqlWarning
 from pql.run.log import feed, loggers, trackers
 from pql.run.log import sinks as log
@@ -340,7 +341,7 @@ def a_log(folder, count: int = 3) -> list[dict[str, float]]:
 
 def test_wandb_is_offline_and_gets_every_row_once(tmp_path, fake, monkeypatch, capsys):
     """Also those of a second sitting."""
-    monkeypatch.setattr(loggers, "PATIENCE", 60)
+    monkeypatch.setattr(deadlines, "TRACKER", 60)
     folder = tmp_path / "run"
     Session(compose(words(folder, "logger=wandb", "eval.final=true", "seed=4"))).train()
     (asked,) = fake("init")
@@ -407,7 +408,7 @@ def test_wandb_that_dies_is_told_of_while_the_run_goes_on(tmp_path):
 @pytest.mark.fault(20)
 def test_wandb_that_hangs_does_not_slow_a_run(tmp_path, fake, monkeypatch):
     monkeypatch.setenv("WANDB_FAKE", f"{tmp_path / 'notes'}:hanginit")
-    monkeypatch.setattr(loggers, "PATIENCE", 0.3)
+    monkeypatch.setattr(deadlines, "TRACKER", 0.3)
     start = time.perf_counter()
     session = Session(compose(words(tmp_path / "run", "logger=wandb")), quiet=True)
     sink = next(s for s in session.sinks.sinks if isinstance(s, loggers.Tracker))
@@ -428,7 +429,7 @@ def test_wandb_that_hangs_does_not_slow_a_run(tmp_path, fake, monkeypatch):
 def test_a_server_that_goes_while_wandb_finishes(monkeypatch):
     """It is left, with a word on it, after a while."""
     left = threading.Event()
-    monkeypatch.setattr(trackers, "GRACE", 0.05)
+    monkeypatch.setattr(deadlines, "WANDB_FINISH", 0.05)
     monkeypatch.setattr(trackers, "reachable", lambda url: False)
     monkeypatch.setattr(trackers.os, "_exit", lambda status: left.set())
     server = types.SimpleNamespace(settings=types.SimpleNamespace(base_url="http://127.0.0.1:9"))
@@ -490,7 +491,7 @@ def history(path) -> list[dict[str, float]]:
 def test_the_real_wandb_without_a_server_loses_nothing(tmp_path, monkeypatch):
     """Online, but the server cannot be reached: offline data of every row, and the run as without it."""
     pytest.importorskip("wandb")
-    monkeypatch.setattr(loggers, "PATIENCE", 120)  # a busy machine
+    monkeypatch.setattr(deadlines, "TRACKER", 120)  # a busy machine
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     config = compose(words(tmp_path, "logger=wandb", "logger.mode=online", "eval.final=true"))

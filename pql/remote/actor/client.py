@@ -17,7 +17,8 @@ from typing import Any, Protocol
 import grpc
 import numpy as np
 
-from pql.engine.watchdog import Limit, watching
+from pql.engine.deadlines import Limit
+from pql.engine.watchdog import watching
 from pql.errors import ConfigError, RunError
 from pql.remote import protocol as wire
 from pql.remote.process.far_build import describe_simulator

@@ -6,6 +6,7 @@ import socket
 from dataclasses import dataclass
 from typing import Any
 
+from pql.engine import deadlines
 from pql.errors import ConfigError
 from pql.remote.actor.command import ActorOptions
 from pql.remote.fleet.host import FleetHost
@@ -13,7 +14,6 @@ from pql.remote.fleet.supervisor import LOST, Ending, Look
 from pql.remote.protocol import LOOPBACK
 
 LOCAL = "local"
-KNOCK = 5.0  # seconds for the cluster's head to accept a connection
 THREADS = 3  # of a Ray actor: for ``run``, ``look`` and ``leave``
 
 
@@ -97,7 +97,7 @@ class RayCluster:
 
     def _ending(self, placed: Placed) -> Ending:
         try:
-            return self.ray.get(placed.ending)
+            return self.ray.get(placed.ending, timeout=deadlines.RAY)
         except self.ray.exceptions.RayError as error:
             return Ending(LOST, reason(error))
 
@@ -105,10 +105,10 @@ class RayCluster:
         """Read the last look and request the next."""
         try:
             if placed.node is None:
-                placed.node = self.ray.get(placed.news)
+                placed.node = self.ray.get(placed.news, timeout=deadlines.RAY)
                 placed.look = Look(placed.node)
             else:
-                placed.look = self.ray.get(placed.news)
+                placed.look = self.ray.get(placed.news, timeout=deadlines.RAY)
         except self.ray.exceptions.RayError:
             return  # the result of ``run`` holds the error
         placed.news = placed.handle.look.remote(placed.node)
@@ -137,7 +137,7 @@ def knock(address: str) -> None:
     """Raise ``OSError`` if nothing listens at HOST:PORT; Ray itself would retry for minutes."""
     host, _, port = address.rpartition(":")
     if host and port.isdecimal():
-        socket.create_connection((host, int(port)), KNOCK).close()
+        socket.create_connection((host, int(port)), timeout=deadlines.KNOCK).close()
 
 
 def short_name(ray: Any) -> str:

@@ -4,13 +4,14 @@ import argparse
 import sys
 import time
 
+from pql.engine import deadlines
 from pql.engine.interrupt import Interrupt
 from pql.errors import ConfigError
 from pql.remote.actor import command as actor
-from pql.remote.fleet.supervisor import GRACE, Fleet
+from pql.remote.fleet.supervisor import Fleet
 
 PERIOD = 0.5  # seconds between looks
-MESSAGE = b"\npql fleet: actors leave (at most %d s); Ctrl-C again to quit at once\n" % GRACE
+MESSAGE = b"\npql fleet: actors leave (at most %d s); Ctrl-C again to quit at once\n" % deadlines.LEAVE
 MOST_ACTORS = 10_000
 
 

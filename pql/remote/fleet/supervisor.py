@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from pql.engine import deadlines
 from pql.errors import ConfigError, PqlError, RunError
 
 FIRST_DELAY, LONGEST_DELAY = 1.0, 60.0  # seconds until an actor that ended is restarted
 STEADY = 60.0  # seconds of stepping after which the failure count is reset
 TRIES = 5  # consecutive failures of one actor that end a fleet in which no actor has stepped yet
-GRACE = 10.0  # seconds for actors to leave when asked
 QUIET = 60.0  # seconds between status lines if nothing has changed
 
 OVER, STOPPED, REFUSED, FAILED, LOST = "is done", "has left", "was refused", "failed", "was lost"
@@ -134,10 +134,10 @@ class Fleet:
         return self._leaving_until is not None and not any(post.placed for post in self.posts)
 
     def drain(self, now: float) -> None:
-        """Start no more actors and ask all to leave; after ``GRACE`` seconds they are killed."""
+        """Start no more actors and ask all to leave; after ``LEAVE`` seconds they are killed."""
         if self._leaving_until is not None:
             return
-        self._leaving_until = now + GRACE
+        self._leaving_until = now + deadlines.LEAVE
         for post in self.posts:
             post.due = None
             if post.placed:

@@ -46,10 +46,10 @@ def write_all(pipe: int, data: bytes) -> None:
         view = view[os.write(pipe, view) :]
 
 
-def send_message(pipe: int, kind: bytes, facts: Any, blob: bytes = b"") -> None:
-    """Write a message: its kind, ``facts`` as JSON, and ``blob``."""
+def message(kind: bytes, facts: Any, blob: bytes = b"") -> bytes:
+    """Return a message: its kind, ``facts`` as JSON, and ``blob``."""
     text = json.dumps(facts).encode()
-    write_all(pipe, kind + LENGTHS.pack(len(text), len(blob)) + text + blob)
+    return kind + LENGTHS.pack(len(text), len(blob)) + text + blob
 
 
 def read_message(read: Callable[[int], bytes]) -> tuple[Any, bytes]:
@@ -161,7 +161,7 @@ class Server:
                 else:
                     request, blob = read_message(self.read)
                     facts, out = getattr(self, "do_" + request["do"])(request, blob)
-                    send_message(self.answers, ANSWER, facts, out)
+                    write_all(self.answers, message(ANSWER, facts, out))
                     if request["do"] == "close":
                         leave()
             except BaseException as error:
@@ -174,7 +174,7 @@ class Server:
             wrong: Any = error
             plain = wrong.value is None or isinstance(wrong.value, (bool, int, float))
             facts["config"] = [wrong.setting, wrong.value if plain else str(wrong.value), wrong.allowed]
-        send_message(self.answers, ERROR, facts)
+        write_all(self.answers, message(ERROR, facts))
 
     def do_foresee(self, request: Mapping[str, Any], blob: bytes) -> tuple[Any, bytes]:
         return {"spec": self.sims.foresee(request)}, b""

@@ -33,14 +33,12 @@ from torch import Tensor
 
 import pql
 from pql.contract.env import Box, Discrete, EnvSpec, ObsSpec
+from pql.engine import deadlines
 from pql.engine.watchdog import touch
 from pql.errors import ConfigError, RunError
 from pql.remote.process import far, shared_cuda
 from pql.remote.process.far_build import ORDINARY
 from pql.types import Obs, Step
-
-GRACE = 5.0  # seconds for a simulator to close, and for a signal to be answered
-LOOK = 1.0  # seconds without an answer after which the process is checked
 
 
 class Far:
@@ -85,8 +83,11 @@ class Far:
         finally:
             _close_files([requests, answers])
         self._end = weakref.finalize(self, _finish, self.process, files)
-        self._poll = select.poll()
+        os.set_blocking(self.requests, False)
+        self._poll, self._room = select.poll(), select.poll()
         self._poll.register(self.answers, select.POLLIN)
+        self._room.register(self.requests, select.POLLOUT)
+        self._limit = 0.0, ""  # seconds of the current wait, and the setting with that limit
 
     def __str__(self) -> str:
         return f"the simulator's process {self.process.pid} ({self.python})"
@@ -99,8 +100,9 @@ class Far:
             RunError: an exception in the child, or an error of :meth:`wait`; the process has ended.
         """
         self._check_open()
+        self._limit = seconds, "start_seconds"
         with suppress(BrokenPipeError):  # it has ended; its last output is still to be read
-            far.send_message(self.requests, far.CALL, {"do": do, **request}, blob)
+            self._send(far.message(far.CALL, {"do": do, **request}, blob))
         kind = self.wait(seconds, "start_seconds")
         while kind in (far.STEP, far.PLAIN):  # answer to a step whose result was never read
             kind = self.wait(seconds, "start_seconds")
@@ -123,10 +125,21 @@ class Far:
         Raises:
             RunError: a crash, or no answer within ``seconds``; the process is then gone.
         """
-        if not self._poll.poll(1000 * min(seconds, LOOK)):
-            touch()
-            self._look_after(seconds, setting)
+        self._limit = seconds, setting
+        self._await(self._poll)
         return os.read(self.answers, 1)
+
+    def _await(self, poll: "select.poll") -> None:
+        """Wait until the child has written something (``_poll``), or has read (``_room``), within the current limit."""
+        if not poll.poll(1000 * min(self._limit[0], deadlines.IDLE)):
+            touch()
+            self._look_after(poll)
+
+    def _send(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            self._await(self._room)  # a child that hangs reads nothing, and the pipe is soon full
+            view = view[os.write(self.requests, view) :]
 
     def stepped(self, seconds: float, setting: str = "step_seconds") -> bool:
         """Wait for the requested step; return True if an episode ended or began. Raises as :meth:`ask`."""
@@ -135,16 +148,17 @@ class Far:
             self._answer(kind)
         return kind != far.PLAIN
 
-    def _look_after(self, seconds: float, setting: str) -> None:
+    def _look_after(self, poll: "select.poll") -> None:
         """Check if the child is slow, hung or dead. An open pipe proves nothing, as forks keep it open."""
-        deadline = time.monotonic() + seconds - LOOK
-        while not self._poll.poll(0):
-            if self.process.poll() is not None and not self._poll.poll(0):  # it may have answered, then ended
+        seconds, setting = self._limit
+        deadline = time.monotonic() + seconds - deadlines.IDLE
+        while not poll.poll(0):
+            if self.process.poll() is not None and not poll.poll(0):  # it may have answered, then ended
                 raise self._died()
             left = deadline - time.monotonic()
             if left <= 0:
                 raise self._hung(seconds, setting)
-            self._poll.poll(1000 * min(left, LOOK))
+            poll.poll(1000 * min(left, deadlines.IDLE))
             touch()  # this wait has its own time limit
 
     def _answer(self, kind: bytes) -> tuple[Any, bytes]:
@@ -165,6 +179,7 @@ class Far:
     def _read(self, count: int) -> bytes:
         parts = []
         while count:
+            self._await(self._poll)  # it may be stopped in the middle of a message
             part = os.read(self.answers, min(count, 1 << 20))
             if not part:
                 raise self._died()
@@ -175,7 +190,7 @@ class Far:
     def _died(self) -> RunError:
         """Return the error for a child that closed its pipe: its stacks and exit status."""
         try:
-            status = self.process.wait(GRACE)
+            status = self.process.wait(deadlines.SIMULATOR)
             how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         except subprocess.TimeoutExpired:
             how = "stopped answering"
@@ -186,7 +201,7 @@ class Far:
     def _hung(self, seconds: float, setting: str) -> RunError:
         """Collect the stacks of a child that does not answer, kill it and return the error."""
         os.killpg(self.process.pid, signal.SIGUSR1)  # the group: a script may have started the interpreter
-        stacks, before, deadline = "", "", time.monotonic() + GRACE
+        stacks, before, deadline = "", "", time.monotonic() + deadlines.SIMULATOR
         while time.monotonic() < deadline and not (stacks and stacks == before):  # until the output is complete
             time.sleep(0.2)
             stacks, before = self._stacks(), stacks
@@ -210,8 +225,8 @@ class Far:
         """Let the simulator close, then end the process."""
         if self._end.alive:
             with suppress(RunError, ConfigError, subprocess.TimeoutExpired):  # it is killed in any case
-                self.ask("close", GRACE)
-                self.process.wait(GRACE)
+                self.ask("close", deadlines.SIMULATOR)
+                self.process.wait(deadlines.SIMULATOR)
         self.kill()
 
 
@@ -427,5 +442,6 @@ def _finish(process: "subprocess.Popen[bytes]", files: list[int]) -> None:
     """Kill the process group and close the parent's files."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    with suppress(subprocess.TimeoutExpired):  # inside a system call that hangs
+        process.wait(deadlines.KILLED)
     _close_files(files)

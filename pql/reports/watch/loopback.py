@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from pql.engine import deadlines
 from pql.errors import ConfigError
 
 HEADERS = {
@@ -53,14 +54,14 @@ class LoopbackServer(ThreadingHTTPServer):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Answer requests in a thread."""
-        thread = threading.Thread(target=self.serve_forever, args=(0.1,), name="pql-http", daemon=True)
-        thread.start()
+        """Answer requests in ``thread``."""
+        self.thread = threading.Thread(target=self.serve_forever, args=(0.1,), name="pql-http", daemon=True)
+        self.thread.start()
         try:
             yield
         finally:
             self.shutdown()
-            thread.join(timeout=2.0)
+            self.thread.join(timeout=deadlines.WORKER)
 
 
 class LoopbackHandler(BaseHTTPRequestHandler):
@@ -68,7 +69,7 @@ class LoopbackHandler(BaseHTTPRequestHandler):
 
     server: Any
     protocol_version = "HTTP/1.1"
-    timeout = 30  # seconds a connection may be silent
+    timeout = deadlines.BROWSER
 
     def reply(self, path: str, asked: dict[str, str]) -> None:
         """Answer a request for ``path`` with the query ``asked``."""

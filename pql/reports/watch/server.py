@@ -12,7 +12,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from pql.errors import ConfigError
+from pql.engine import deadlines
+from pql.errors import ConfigError, RunError
 from pql.reports.watch.feed import Folder
 from pql.reports.watch.loopback import LoopbackHandler, LoopbackServer
 
@@ -94,7 +95,7 @@ def serving(folder: Path, port: int = PORT) -> Iterator[Server]:
 
 
 def watch(folder: Path, port: int = PORT, show: bool = False) -> None:
-    """Serve a folder of runs until Ctrl-C.
+    """Serve a folder of runs until Ctrl-C, which raises ``KeyboardInterrupt``.
 
     Args:
         show: open the page in a browser.
@@ -103,4 +104,6 @@ def watch(folder: Path, port: int = PORT, show: bool = False) -> None:
         print(f"{server.address} shows the runs in {folder}; Ctrl-C ends it", flush=True)
         if show:
             webbrowser.open(server.address)
-        threading.Event().wait()
+        while server.thread.is_alive():
+            server.thread.join(deadlines.IDLE)
+    raise RunError("the page's server has ended")

@@ -9,6 +9,7 @@ from html import escape
 from typing import Any
 
 from pql.contract.optional import WebViewable, supports
+from pql.engine import deadlines
 from pql.reports.watch.loopback import LoopbackHandler, LoopbackServer
 from pql.run.play import Stage, cadence, check_numbers, check_video_packages
 
@@ -21,7 +22,6 @@ PAGE = """<!doctype html>
 STYLE = b"body { margin: 16px; font-family: system-ui, sans-serif; } img { max-width: 100%; height: auto; }"
 FRAMES = "multipart/x-mixed-replace; boundary=frame"
 QUALITY = 80  # of JPEG
-PATIENCE = 5.0  # seconds that a browser waits for a frame
 
 
 class Frames:
@@ -38,7 +38,7 @@ class Frames:
     def after(self, number: int) -> tuple[int, bytes]:
         """Wait for a frame newer than ``number``; return its number and data, (number, b"") if none comes."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self._number > number, PATIENCE):
+            if not self._changed.wait_for(lambda: self._number > number, deadlines.FRAME):
                 return number, b""
             return self._number, self._data
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from pql.config import BudgetConfig, Config, to_dict
 from pql.config.validate import likely_device
+from pql.engine import deadlines
 
 Row = dict[str, float]
 EVERY = 8.0  # seconds between two plain lines
@@ -171,7 +172,7 @@ class Console:
         """Stop updating; the last state stays. Lines can still be printed with :meth:`say`."""
         if not self._closed.is_set():
             self._closed.set()
-            self._thread.join(timeout=5.0)
+            self._thread.join(timeout=deadlines.CONSOLE)
             with _unheard():
                 self.face.close()
 

@@ -16,11 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from pql.engine import deadlines
 from pql.run.log.trackers import TRACKERS
 
-# In seconds.
-POLL = 0.3  # between two reads of metrics.jsonl
-LIMIT = 120.0  # limit for this process after the end of its run
+POLL = 0.3  # seconds between two reads of metrics.jsonl
 
 Videos = queue.SimpleQueue[tuple[str, int]]
 
@@ -52,7 +51,7 @@ def wait_for_end(ended: threading.Event, videos: Videos) -> None:
     for line in sys.stdin.buffer:
         videos.put(json.loads(line))
     ended.set()
-    time.sleep(LIMIT)
+    time.sleep(deadlines.UPLOAD)
     os._exit(1)
 
 
@@ -74,7 +73,7 @@ def rows(path: Path, offset: int, ended: threading.Event) -> Iterator[dict[str, 
 def log_videos(tracker: Any, videos: Videos) -> None:
     """Log the videos that have been named since the last call."""
     while not videos.empty():
-        path, step = videos.get()
+        path, step = videos.get_nowait()
         with contextlib.suppress(OSError, ValueError):  # a file that was deleted
             tracker.video(path, step)
 

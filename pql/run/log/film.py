@@ -11,9 +11,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
-LONGEST = 900.0  # seconds a recording may take
+from pql.engine import deadlines
+
 PATTERN = "steps-*.mp4"
 
 
@@ -41,7 +43,11 @@ class Filmer:
 
     def start(self, steps: int) -> None:
         """Begin to record the policy of ``steps`` env steps. Any thread; ``busy`` was set before."""
-        self._file, self._steps, self._due = self.folder / f"steps-{steps:012d}.mp4", steps, time.monotonic() + LONGEST
+        self._file, self._steps, self._due = (
+            self.folder / f"steps-{steps:012d}.mp4",
+            steps,
+            time.monotonic() + deadlines.VIDEO,
+        )
         command = [sys.executable, "-m", "pql", "play", str(self.policy), f"out={self._file}", f"device={self.device}"]
         low = ["nice", "-n", "10"] if shutil.which("nice") else []
         one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -65,15 +71,15 @@ class Filmer:
         if process is None or (process.poll() is None and time.monotonic() < self._due):
             return None
         self._process = None
-        if process.poll() is None:
-            process.kill()
-        process.wait()
+        intime = process.poll() is not None
+        end_process(process)
         self.busy = False
         shutil.rmtree(self.policy, ignore_errors=True)  # never recorded again under another number of steps
         if process.returncode != 0:
             self._said.seek(0)
             said = self._said.read().decode(errors="replace").strip()
-            last = (said.splitlines() or [f"exit status {process.returncode}"])[-1]
+            how = f"exit status {process.returncode}" if intime else f"not recorded within {deadlines.VIDEO:g} s"
+            last = (said.splitlines() if intime and said else [how])[-1]
             self.warn(f"no video of {self._steps:,} env steps: {last}")
             return None
         for old in sorted(self.folder.glob(PATTERN))[: -self.kept]:
@@ -86,14 +92,21 @@ class Filmer:
         while self.busy and not stop() and time.monotonic() < end:
             if self._process is not None and self._process.poll() is not None:
                 return
-            time.sleep(0.05)
+            time.sleep(deadlines.LOOK / 5)
 
     def close(self) -> None:
         """End the recording and remove what is unfinished."""
         if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+            end_process(self._process)
         self._said.close()
         for left in (self.folder.glob(".writing-*.mp4"), (p for p in [self.policy] if p.exists())):
             for path in left:
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def end_process(process: "subprocess.Popen[bytes]") -> None:
+    """Kill ``process`` if it still runs; one that cannot even be killed is left behind."""
+    if process.poll() is None:
+        process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(deadlines.KILLED)

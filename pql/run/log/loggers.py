@@ -6,19 +6,20 @@ import os
 import shlex
 import subprocess
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from pql.config import Config, to_dict
+from pql.engine import deadlines
 from pql.errors import PqlWarning, first_line
 from pql.run.log.console import Row
 
 VIDEO = "eval/video"  # name of videos in every logger
 GIF_FPS, GIF_FRAMES, GIF_WIDTH = 12, 150, 320  # at most: TensorBoard shows videos as GIFs, which are large
-PATIENCE = 5.0  # seconds that a run waits for a tracker at its end
 LATER = {
     "wandb": "To upload what is missing: wandb sync {}",
     "swanlab": "To upload what is missing: swanlab sync {}/*",
@@ -34,7 +35,8 @@ class TensorBoard:
 
         # A resumed run's rows up to and including the resume point are kept, as in metrics.jsonl.
         self.writer: Any = SummaryWriter(str(folder), purge_step=None if resumed_at is None else resumed_at + 1)
-        self.converter, self.converting = ThreadPoolExecutor(1), list[Future[None]]()
+        self.converting: list[threading.Thread] = []
+        self.lacking: list[str] = []  # errors of conversions
 
     def write(self, row: Row) -> None:
         for key, value in row.items():
@@ -42,7 +44,16 @@ class TensorBoard:
 
     def video(self, path: Path, step: int) -> None:
         """Convert the video to a GIF, in a thread, and log it as an image, which the page animates."""
-        self.converting.append(self.converter.submit(self._log_gif, path, step))
+        # A daemon: a conversion that hangs must not keep the process alive.
+        thread = threading.Thread(target=self._convert, args=(path, step), name="pql-gif", daemon=True)
+        self.converting.append(thread)
+        thread.start()
+
+    def _convert(self, path: Path, step: int) -> None:
+        try:
+            self._log_gif(path, step)
+        except Exception as error:
+            self.lacking.append(first_line(error))
 
     def _log_gif(self, path: Path, step: int) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -52,10 +63,14 @@ class TensorBoard:
         self.writer.file_writer.add_summary(Summary(value=[Summary.Value(tag=VIDEO, image=image)]), step)
 
     def close(self) -> None:
-        self.converter.shutdown()
+        end = time.monotonic() + deadlines.GIF
+        for thread in self.converting:
+            thread.join(max(0.0, end - time.monotonic()))
+            if thread.is_alive():
+                self.lacking.append(f"not converted within {deadlines.GIF:g} s")
         self.writer.close()
-        for error in filter(None, (done.exception() for done in self.converting)):
-            warnings.warn(f"TensorBoard lacks a video: {first_line(error)}", PqlWarning, stacklevel=2)
+        for why in self.lacking:
+            warnings.warn(f"TensorBoard lacks a video: {why}", PqlWarning, stacklevel=2)
 
 
 def as_gif(path: Path) -> tuple[bytes, tuple[int, int]]:
@@ -99,7 +114,7 @@ class Tracker:
         patience: float | None = None,
     ):
         self.kind, self.folder, self.say, self.ended = config.logger.kind, folder, say, False
-        self.patience = PATIENCE if patience is None else patience
+        self.patience = deadlines.TRACKER if patience is None else patience
         options = {
             "kind": self.kind,
             "folder": str(folder),

@@ -21,7 +21,7 @@ from pql.config import Config, to_dict
 from pql.config.files import check_ordinary, create_file
 from pql.config.schema import LOGGERS, PLUGINS
 from pql.contract.plugins import entry_points
-from pql.errors import ConfigError, PqlWarning, first_line
+from pql.errors import ConfigError, HungError, PqlWarning, first_line
 from pql.run.log.console import Console, Row
 from pql.run.log.loggers import LATER, TensorBoard, Tracker
 
@@ -142,6 +142,8 @@ class Sinks:
     def _warning_once(self, sink: Sink) -> Iterator[None]:
         try:
             yield
+        except HungError:  # from the watchdog
+            raise
         except Exception as error:
             if sink not in self.failed:
                 what = f"{type(sink).__name__}: {first_line(error)}"

@@ -14,10 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# All in seconds.
-PROBE = 2.0  # limit for a first answer of the server
-INIT = 5.0  # limit for the start of an online run
-GRACE = 4.0  # limit for the end of a run while the server cannot be reached
+from pql.engine import deadlines
+
 ID = "run-id"  # file in RUN/wandb
 
 
@@ -51,7 +49,7 @@ class Wandb:
         self.run.define_metric("*", step_metric="steps/env")
 
     def _settings(self) -> Any:
-        chosen = self.wandb.Settings(silent=True, console="off", init_timeout=INIT)
+        chosen = self.wandb.Settings(silent=True, console="off", init_timeout=deadlines.WANDB_INIT)
         with contextlib.suppress(Exception):  # if this version supports it: system statistics of the run's process
             chosen.x_stats_pid = os.getppid()
         return chosen
@@ -65,9 +63,9 @@ class Wandb:
     def finish(self, give_up: Callable[[], None]) -> None:
         """Log the final policy and the config as an artifact, and end the run.
 
-        If the server can no longer be reached, ``give_up`` is called after ``GRACE`` and the process ends.
+        If the server can no longer be reached, ``give_up`` is called after some seconds and the process ends.
         """
-        timer = threading.Timer(GRACE, self._leave, [give_up])
+        timer = threading.Timer(deadlines.WANDB_FINISH, self._leave, [give_up])
         if self.verdict["mode"] == "online":
             timer.start()
             if reachable(self.wandb.setup().settings.base_url):
@@ -185,7 +183,7 @@ def own_id(file: Path) -> str:
 def reachable(url: str) -> bool:
     """Return True if the server sends any response."""
     try:
-        urllib.request.urlopen(url, timeout=PROBE).close()
+        urllib.request.urlopen(url, timeout=deadlines.WANDB_PROBE).close()
     except urllib.error.HTTPError:
         return True
     except (OSError, ValueError):

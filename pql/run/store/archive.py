@@ -7,6 +7,7 @@ from typing import Any
 from pql.config import Config
 from pql.contract.spec_json import spec_to_dict
 from pql.data import transitions
+from pql.engine.deadlines import start_limit
 from pql.errors import ConfigError, RunError
 from pql.run.components import Parts
 from pql.run.policy import fresh_policy, snapshot
@@ -45,7 +46,7 @@ class Archive:
         self.folder = run_dir / "checkpoints"
         self.points = checkpoint.of_rank(self.folder, ranks.rank)
         self.missing: dict[str, str] = {}
-        self.saver = Saver()
+        self.saver = Saver(start_limit(config.placement))
         self._held, self._overrides = held, overrides
         self._number = held and run_dir.stat().st_ino
         self._saved = False  # a resume point was saved; older ones are not deleted yet
@@ -107,7 +108,7 @@ class Archive:
                 self.lost(f"checkpoint {name}", error, ", the run continues")
         if self._saved and (wait or (self.saver.idle and self.ranks.size == 1)):
             self._saved = False
-            self.ranks.wait()
+            self.ranks.barrier()
             self.saver.do("older resume points", lambda: checkpoint.rotate(self.points, self.config.checkpoint.keep))
             if wait:
                 self.saver.outcomes(wait)
@@ -142,7 +143,7 @@ class Archive:
         """
         if self._held is None or self._there():
             return False
-        self.saver.wait()
+        self.saver.flush()
         what = f"metrics and checkpoints from before {env_steps:,} env steps"
         try:
             rundir.check_new(self.run_dir)

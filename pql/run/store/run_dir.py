@@ -19,6 +19,7 @@ from pql.config import Config, to_dict
 from pql.config.files import create_file as create_file
 from pql.config.files import read_json, read_yaml
 from pql.config.validate import resolve_device
+from pql.engine import deadlines
 from pql.engine.world import world
 from pql.errors import ConfigError, PqlWarning
 from pql.run.store.claim import Claim, claim, claim_new
@@ -237,7 +238,7 @@ def git_state() -> dict[str, Any]:
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *words]
-        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout
+        return subprocess.run(command, capture_output=True, text=True, timeout=deadlines.PROGRAM, check=True).stdout
 
     try:
         git("ls-files", "--error-unmatch", Path(__file__).name)  # of this package, not of a project around it

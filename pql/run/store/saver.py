@@ -3,6 +3,7 @@
 Training waits only for the copy. Checkpoints are written one at a time, in the order of the requests.
 """
 
+import math
 import queue
 import threading
 from collections.abc import Callable, Mapping
@@ -12,22 +13,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pql.engine import deadlines
+from pql.engine.deadlines import Limit, answer_of, idle_get
 from pql.engine.placement import host_memory
-from pql.errors import RunError, first_line
+from pql.engine.watchdog import Watch, watching
+from pql.errors import HungError, RunError, first_line
 from pql.run.store import checkpoint
 
 SHARE = 0.5  # share of the host's free memory that a copy may use
-PATIENCE = 8.0  # seconds that a failed run waits for pending writes
 
 Job = Callable[[], object]
 
 
 class Saver:
-    """Writes checkpoints, one at a time. Call its methods from one thread only."""
+    """Writes checkpoints, one at a time. Call its methods from one thread only.
 
-    def __init__(self) -> None:
-        self._jobs: queue.Queue[tuple[str, Job] | None] = queue.Queue()
+    Args:
+        limit: time without progress after which a write counts as hung, by whoever waits for it; None: no limit.
+    """
+
+    def __init__(self, limit: Limit | None = None) -> None:
+        self.limit = limit or Limit(math.inf, "")
+        self._watch: Watch | None = None  # of the thread's current job
+        self._jobs: queue.SimpleQueue[tuple[str, Job] | None] = queue.SimpleQueue()
         self._outcomes: queue.SimpleQueue[tuple[str, BaseException | None]] = queue.SimpleQueue()
+        self._ended: list[tuple[str, BaseException | None]] = []  # received, not reported yet
         self._thread: threading.Thread | None = None
         self._asked = self._reported = 0
 
@@ -58,9 +68,10 @@ class Saver:
 
     def now(self, path: Path, tree: Any, manifest: Mapping[str, Any]) -> None:
         """Write a checkpoint synchronously, after earlier requests."""
-        self.wait()
+        self.flush()
         self._asked += 1
-        self._run(path.name, lambda: checkpoint.save(path, tree, manifest))
+        with watching(f"writing {path}", self.limit):
+            self._run(path.name, lambda: checkpoint.save(path, tree, manifest))
 
     def do(self, name: str, job: Job) -> None:
         """Queue a function for the thread, after earlier requests."""
@@ -76,36 +87,58 @@ class Saver:
         Args:
             wait: wait until all have finished.
         Raises:
+            HungError: as :meth:`flush`.
             RunError: an error other than a failed write.
         """
+        if wait:
+            self.flush()
+        while not self._outcomes.empty():
+            self._ended.append(self._outcomes.get_nowait())
         found: list[tuple[str, OSError | None]] = []
-        while self._reported < self._asked and (wait or not self._outcomes.empty()):
-            name, error = self._outcomes.get()
+        while self._ended:
+            name, error = self._ended.pop(0)
             self._reported += 1
             if error is not None and not isinstance(error, OSError):
                 raise RunError(f"{name} could not be written: {first_line(error)}") from error
             found.append((name, error))
         return found
 
-    def wait(self) -> None:
-        """Wait until the thread is idle."""
-        self._jobs.join()
+    def flush(self) -> None:
+        """Wait until every requested write has ended.
 
-    def close(self, patience: float = PATIENCE) -> None:
-        """End the thread. Writes unfinished after ``patience`` seconds are abandoned; older checkpoints are kept."""
+        Raises:
+            HungError: one has made no progress within ``limit``.
+        """
+        while self._reported + len(self._ended) < self._asked:
+            assert self._thread is not None or not self._outcomes.empty()
+            self._ended.append(answer_of(self._thread or threading.current_thread(), self._outcomes, self._late))
+
+    def _late(self) -> HungError | None:
+        watch = self._watch
+        return watch.error() if watch is not None and watch.late else None
+
+    def close(self, patience: float | None = None) -> None:
+        """End the thread. Writes unfinished after ``patience`` seconds are abandoned; older checkpoints are kept.
+
+        Args:
+            patience: default ``deadlines.SAVE``.
+        """
         if self._thread is not None:
             self._jobs.put(None)
-            self._thread.join(patience)
+            self._thread.join(deadlines.SAVE if patience is None else patience)
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            self._run(*job)
+        while (job := idle_get(self._jobs)) is not None:
+            with watching(f"writing {job[0]}", self.limit, polled=True) as self._watch:
+                self._run(*job)
             del job  # it refers to the copy, which would stay in memory until the next job
-            self._jobs.task_done()
+            self._watch = None
 
     def _run(self, name: str, job: Job) -> None:
         try:
             job()
+        except HungError:  # from the watchdog, which interrupts the main thread
+            raise
         except Exception as error:
             self._outcomes.put((name, error))
         else:

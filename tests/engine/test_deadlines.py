@@ -1,0 +1,299 @@
+"""Deadlines: every wait of the package has one, and waits between threads end with the other thread."""
+
+import ast
+import functools
+import queue
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import pql
+from pql.config import PlacementConfig
+from pql.contract.grouped import Stepper
+from pql.data import tensorfile
+from pql.engine import deadlines
+from pql.engine.deadlines import Limit, answer_of, idle_get, start_limit, step_limit
+from pql.errors import HungError, RunError
+from pql.reports.watch import server
+from pql.run.log.loggers import TensorBoard
+from pql.run.store.saver import Saver
+
+# -- the source: waits without a deadline ----------------------------------------------------------------------------
+
+PLAIN = ("get", "join", "wait", "recv", "acquire", "result", "communicate")  # wait for ever if they get no argument
+GIVEN = {  # module or object -> functions that wait for ever without the keyword ``timeout``, whatever else they get
+    "subprocess": ("run", "call", "check_call", "check_output"),
+    "request": ("urlopen",),
+    "socket": ("create_connection",),
+    "futures": ("wait", "as_completed"),
+    "asyncio": ("wait", "wait_for"),
+    "ray": ("get", "wait"),
+}
+STEP = "a simulator's step: its caller's deadline applies (watching)"
+DEVICE = "a copy on the device: its caller's deadline applies (watching, Streams)"
+ALLOWED = {
+    "contract/conformance.py:groups": STEP,
+    "contract/grouped.py:step": STEP,
+    "contract/grouped.py:recv": STEP + "; Stepper.result checks that the thread lives",
+    "contract/last_action.py:_recv": STEP,
+    "collect/env_slice.py:receive": STEP,
+    "envs/atari.py:step": STEP,
+    "envs/atari.py:recv": STEP,
+    "remote/actor/atari.py:step": STEP,
+    "remote/process/near.py:step": "ProcessVec.result, which has the deadline of a step",
+    "envs/atari.py:_show": DEVICE,
+    "envs/adapters/envpool.py:step": DEVICE,
+    "envs/adapters/envpool.py:_send": DEVICE,
+    "envs/stage.py:_sent": DEVICE,
+    "engine/central.py:of": "another replica's turn: that replica has a deadline, and its failure calls halt()",
+    "remote/server.py:_converse": "an actor's next order: the run may be busy; the end of the stream cancels it",
+    "remote/actor/client.py:_connect": "gRPC's thread, which reads the outbox until the None that ends the stream",
+    "engine/graph.py:_tensor": "a type of PyTorch's, no wait",
+}
+"""``file:function`` below ``pql/`` -> the reason why the wait needs no deadline of its own."""
+
+
+def receiver(node: ast.expr) -> str:
+    """Return the last name of the object whose method is called: ``self._poll`` -> ``_poll``."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def waits(call: ast.Call) -> bool:
+    """Return True for a call that waits and has no deadline, judged by its name and its arguments."""
+    if isinstance(call.func, ast.Name):  # iter(outbox.get, None)
+        first = call.args[0] if call.args else None
+        return (
+            call.func.id == "iter" and len(call.args) == 2 and isinstance(first, ast.Attribute) and first.attr in PLAIN
+        )
+    if not isinstance(call.func, ast.Attribute):
+        return False
+    name, of = call.func.attr, receiver(call.func.value)
+    keywords = {k.arg: k.value for k in call.keywords}
+    if name in GIVEN.get(of, ()):
+        return "timeout" not in keywords
+    if of == "select" and name == "select":
+        return len(call.args) < 4
+    if name == "poll":
+        return "poll" in of and not call.args
+    if name == "wait_for":
+        return len(call.args) < 2 and "timeout" not in keywords
+    given = [*call.args, *keywords.values()]
+    endless = not given or all(isinstance(v, ast.Constant) and (v.value is None or v.value is True) for v in given)
+    return name in PLAIN and endless
+
+
+@functools.cache
+def calls(source: str) -> list[tuple[str, ast.Call]]:
+    """Return (function, call) of every call in a module."""
+    found, left = [], [("module", ast.parse(source))]
+    while left:
+        where, node = left.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            where = node.name
+        elif isinstance(node, ast.Call):
+            found.append((where, node))
+        left += [(where, child) for child in ast.iter_child_nodes(node)]
+    return found
+
+
+def endless(source: str, name: str) -> list[tuple[str, str]]:
+    """Return (file:function, call) of every wait without a deadline in a module."""
+    return [(f"{name}:{where}", ast.unparse(call)) for where, call in calls(source) if waits(call)]
+
+
+@functools.cache
+def modules() -> list[tuple[str, str]]:
+    root = Path(pql.__file__).parent
+    return [(path.relative_to(root).as_posix(), path.read_text()) for path in sorted(root.rglob("*.py"))]
+
+
+def test_every_wait_has_a_deadline():
+    found = [one for name, source in modules() for one in endless(source, name)]
+    assert [f"{where}: {call}" for where, call in found if where not in ALLOWED] == []
+    assert {*ALLOWED} - {where for where, _ in found} == set()  # an exception that nothing needs is none
+
+
+PLANTED = (
+    "self.inbox.get()",
+    "thread.join()",
+    "process.wait(None)",
+    "process.wait(timeout=None)",
+    "connection.recv()",
+    "lock.acquire()",
+    "lock.acquire(True)",
+    "future.result()",
+    "process.communicate()",
+    "select.select(a, b, c)",
+    "self._poll.poll()",
+    "changed.wait_for(ready)",
+    "subprocess.run(command, check=True)",
+    "urllib.request.urlopen(url)",
+    "socket.create_connection(address)",
+    "ray.get(reference)",
+    "await orders.get()",
+    "iter(outbox.get, None)",
+)
+BOUNDED = (
+    "settings.get('name')",
+    "', '.join(words)",
+    "process.wait(5)",
+    "thread.join(timeout=deadlines.WORKER)",
+    "inbox.get(timeout=1.0)",
+    "lock.acquire(timeout=2)",
+    "process.poll()",
+    "self._poll.poll(1000)",
+    "changed.wait_for(ready, 1.0)",
+    "ray.get(reference, timeout=1)",
+    "iter(words)",
+)
+
+
+@pytest.mark.parametrize("line", PLANTED)
+def test_a_planted_wait_is_found(line):
+    assert endless(f"async def work():\n    x = [{line}]\n", "run/new.py") == [
+        ("run/new.py:work", line.removeprefix("await "))
+    ]
+
+
+@pytest.mark.parametrize("line", BOUNDED)
+def test_a_wait_with_a_deadline_is_not(line):
+    assert endless(line, "run/new.py") == []
+
+
+def numbers(source: str) -> list[str]:
+    """Return the waits whose deadline is a number instead of a row of the table."""
+    found = []
+    for _, call in calls(source):
+        if isinstance(call.func, ast.Attribute) and call.func.attr in ("join", "wait", "result", "communicate", "run"):
+            given = [*call.args, *(k.value for k in call.keywords if k.arg == "timeout")]
+            if any(isinstance(v, ast.Constant) and type(v.value) in (int, float) and v.value > 0 for v in given):
+                found.append(ast.unparse(call))
+    return found
+
+
+def test_deadlines_are_in_the_table():
+    """Except those of simulators, which import the contract alone, and the console's clock."""
+    found = {name: numbers(source) for name, source in modules() if not name.startswith("envs/")}
+    assert {name: lines for name, lines in found.items() if lines} == {"run/log/console.py": ["self._closed.wait(1.0)"]}
+    assert numbers("thread.join(timeout=2.0)") == ["thread.join(timeout=2.0)"]
+
+
+def test_every_row_is_used():
+    rows = [name for name, value in vars(deadlines).items() if name.isupper() and isinstance(value, float)]
+    used = "".join(source for name, source in modules() if name != "engine/deadlines.py")
+    own = Path(deadlines.__file__).read_text()
+    assert [row for row in rows if f"deadlines.{row}" not in used and f"timeout={row}" not in own] == []
+    assert len(rows) > 25
+    assert all(getattr(deadlines, row) > 0 for row in rows)
+
+
+def test_settings_of_deadlines():
+    place = PlacementConfig(watchdog_seconds=2.0, start_seconds=7.0)
+    assert step_limit(place) == Limit(2.0, "placement.watchdog_seconds")
+    assert start_limit(place) == Limit(7.0, "placement.start_seconds")
+    larger = PlacementConfig(watchdog_seconds=9.0, start_seconds=7.0)
+    assert start_limit(larger) == Limit(9.0, "placement.watchdog_seconds")
+
+
+# -- waits between threads --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def _looks_often(monkeypatch):
+    monkeypatch.setattr(deadlines, "LOOK", 0.02)
+    monkeypatch.setattr(deadlines, "IDLE", 0.02)
+
+
+@pytest.fixture
+def ended():
+    """A thread that has ended."""
+    thread = threading.Thread(target=int, name="pql-ended")
+    thread.start()
+    thread.join(30)
+    return thread
+
+
+def test_an_idle_worker_takes_its_orders_and_ends_with_its_owner(ended):
+    inbox: queue.SimpleQueue[int] = queue.SimpleQueue()
+    inbox.put(3)
+    assert idle_get(inbox, ended) == 3
+    assert idle_get(inbox, ended) is None
+    late = threading.Timer(0.1, inbox.put, [4])
+    late.start()
+    assert idle_get(inbox) == 4
+
+
+def test_an_answer_that_cannot_come_is_an_error(ended):
+    outbox: queue.SimpleQueue[int] = queue.SimpleQueue()
+    outbox.put(5)
+    assert answer_of(ended, outbox) == 5
+    with pytest.raises(RunError, match=r"^the thread pql-ended has ended without an answer$"):
+        answer_of(ended, outbox)
+    with pytest.raises(HungError, match=r"^late$"):
+        answer_of(threading.main_thread(), outbox, lambda: HungError("late"))
+
+
+def test_a_simulator_s_thread_that_has_ended_is_an_error_of_the_step():
+    stepper = Stepper(lambda action: None, "pql-step")
+    stepper.close()
+    with pytest.raises(RunError, match=r"^the thread pql-step has ended without an answer$"):
+        stepper.result()
+
+
+class Disk:
+    """A disk that hangs while a checkpoint is written."""
+
+    def __init__(self, monkeypatch):
+        self.back = threading.Event()
+        self.real = tensorfile.write
+        monkeypatch.setattr(tensorfile, "write", self.write)
+
+    def write(self, path, tensors):
+        self.back.wait(30)
+        return self.real(path, tensors)
+
+
+def test_a_disk_that_hangs_is_named_and_does_not_hold_the_run(tmp_path, monkeypatch):
+    disk, saver = Disk(monkeypatch), Saver(Limit(0.1, "placement.start_seconds"))
+    saver.later(tmp_path / "tick-7", {"a": torch.zeros(3)}, {})
+    for wait in (saver.flush, lambda: saver.outcomes(wait=True)):
+        with pytest.raises(HungError) as caught:
+            wait()
+        last = str(caught.value).splitlines()[-1]
+        assert last == "writing tick-7 has made no progress for 0.1 s (placement.start_seconds)"
+        assert "--- pql-saver\n" in str(caught.value)
+    saver.close(0.01)
+    disk.back.set()
+    assert saver._thread is not None
+    saver._thread.join(30)
+    assert (tmp_path / "tick-7").is_dir()
+
+
+def test_a_slow_disk_that_makes_progress_does_not_hang(tmp_path, monkeypatch):
+    monkeypatch.setattr(tensorfile, "PIECE", 4)
+    touched = []
+    monkeypatch.setattr(tensorfile, "touch", lambda: touched.append(1))
+    tensorfile.write(tmp_path / "x", {"a": torch.zeros(8)})
+    assert len(touched) == 1 + 8  # the header, and each piece
+
+
+def test_a_video_that_cannot_be_converted_does_not_hold_the_run(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboard")
+    monkeypatch.setattr(deadlines, "GIF", 0.05)
+    release = threading.Event()
+    monkeypatch.setattr(TensorBoard, "_log_gif", lambda self, path, step: release.wait(30))
+    board = TensorBoard(tmp_path)
+    board.video(tmp_path / "x.mp4", 1)
+    with pytest.warns(match=r"TensorBoard lacks a video: not converted within 0\.05 s"):
+        board.close()
+    release.set()
+    board.converting[0].join(30)
+
+
+def test_a_page_whose_server_ends_is_an_error(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(server.Server, "serve_forever", lambda self, poll: None)
+    monkeypatch.setattr(server.Server, "shutdown", lambda self: None)
+    with pytest.raises(RunError, match=r"^the page's server has ended$"):
+        server.watch(tmp_path, 0)
