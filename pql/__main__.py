@@ -6,6 +6,7 @@ import sys
 
 def main() -> int:
     """Run ``pql.cli.main.main`` on this program's arguments."""
+    status = 0
     try:
         from pql.cli.main import main as command
 
@@ -17,7 +18,7 @@ def main() -> int:
         return 130
     except BrokenPipeError:  # ``pql list tasks | head``: the reader has all it wants
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at exit
-        return 0
+        return status
 
 
 if __name__ == "__main__":

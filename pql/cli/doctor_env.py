@@ -18,7 +18,7 @@ from pql.contract.conformance import Checker, Report, check_env, protocol_fault
 from pql.contract.env import EnvSpec, VecEnv
 from pql.engine.deadlines import start_limit
 from pql.engine.watchdog import Timed, guarded, watching
-from pql.errors import ConfigError
+from pql.errors import ConfigError, RunError
 from pql.run.task import build_env, describe_env
 from pql.types import Step
 
@@ -44,13 +44,16 @@ def check_simulator(name: str, num_envs: int, steps: int | None, words: Sequence
             are keywords of the environment.
     Raises:
         HungError: a call of the environment missed its deadline.
+        RunError: it breaks a rule.
     """
     limits("num_envs").check("--num-envs", num_envs)
     STEPS.check("--steps", steps)
     config = replace(compose(simulator_settings(name, words)), num_envs=num_envs)
     with guarded():
         report = _check(config, steps)
-    return 0 if report.ok else 1
+    if not report.ok:
+        raise RunError(f"{name} breaks rules of the contract: {', '.join(report.failed)} (docs/simulators.md)")
+    return 0
 
 
 def _check(config: Config, steps: int | None) -> Report:

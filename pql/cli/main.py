@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from pql import __version__
 from pql.cli.api import launch
 from pql.engine.world import world
-from pql.errors import ConfigError, HungError, PqlError, PqlWarning, nearest, with_cause
+from pql.errors import ConfigError, HungError, PqlError, PqlWarning, RunError, first_line, nearest, with_cause
 from pql.remote.actor import command as actor_command
 from pql.remote.fleet import command as fleet_command
 
@@ -64,7 +64,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the exit status: 0 done, 1 the run failed, 2 wrong input, 130 interrupted and saved."""
+    """Run one command. Returns the exit status (docs/troubleshooting.md, How a command ends)."""
     words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     show_crashes()
     plain, warnings.formatwarning = warnings.formatwarning, _format_warning
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PqlError as error:
         if error.__cause__ is not None:
             traceback.print_exception(error.__cause__)
-        print(with_cause(f"{speaker()}: ", str(error)), file=sys.stderr)
+        print_cause(error, str(error))
         if isinstance(error, HungError) and argv is None:  # a hung thread must not keep the process alive
             sys.stdout.flush()
             sys.stderr.flush()
@@ -89,8 +89,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as error:  # before or after the part of a run that can be saved
         print(f"pql: interrupted: {error}" if error.args else "pql: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # the reader of the output has left: ``pql list tasks | head``
+        if words[0] != "sweep" and not {"-m", "--multirun"} & {*words}:
+            raise
+        print("pql: the output was closed before all runs were done: give the same command again", file=sys.stderr)
+        return 1
+    except Exception as error:  # of a simulator, of the disk, or of this package
+        traceback.print_exception(error)
+        what = "make room or choose another place" if isinstance(error, OSError) else "the lines above say where"
+        print_cause(error, f"{words[0]} failed: {first_line(error)}; {what}")
+        return 1
     finally:
         warnings.formatwarning = plain
+
+
+def print_cause(error: Exception, text: str) -> None:
+    """Print ``text``, whose last line names the cause, and on that line what is kept: the notes of ``error``."""
+    print("; ".join([with_cause(f"{speaker()}: ", text), *getattr(error, "__notes__", ())]), file=sys.stderr)
 
 
 def presets_as_setting(words: Sequence[str]) -> list[str]:
@@ -315,19 +330,24 @@ def run_eval(args: argparse.Namespace) -> int:
         counts = (asked["num_envs"], asked["episodes"], asked["seed"])
         plan = EvaluationPlan(*counts, device, asked.get("epsilon"), args.trust)
         row = evaluate_saved(Path(args.path), plan, ended.append)
+    path, lost = out or evaluation_file(Path(row["checkpoint"]), row["seed"], row["episodes"]), None
+    try:  # first: the reader of the output may leave
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(row, indent=1) + "\n")
+    except OSError as error:  # for example, another user's run
+        lost = error
     print_evaluation(row)
     if row["episodes"] < asked["episodes"]:
         print(
             f"only {row['episodes']} of {asked['episodes']} episodes: "
             "the environment has no time limit, or places for remote actors were empty"
         )
-    path = out or evaluation_file(Path(row["checkpoint"]), row["seed"], row["episodes"])
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(row, indent=1) + "\n")
+    if lost is None:
         print(f"written: {path}")
-    except OSError as error:  # for example, another user's run
-        warnings.warn(f"not written: {error}", PqlWarning, stacklevel=1)
+    elif out:
+        raise RunError(f"the evaluation above was not written: {lost}; make room, or choose another out=FILE")
+    else:
+        warnings.warn(f"not written: {lost}; out=FILE chooses another place", PqlWarning, stacklevel=1)
     return 0
 
 

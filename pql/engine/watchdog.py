@@ -126,6 +126,8 @@ class Watchdog:
 
     def _look(self) -> None:
         while not self._over.wait(deadlines.LOOK):
+            if self._interrupt is not None:
+                self._interrupt.leave_if_stuck()
             late = [watch for watch in list(_watches.values()) if watch.late and not watch.polled]
             if late and _dogs[-1:] == [self]:  # only the one entered last acts: each would end the process
                 self._end(late[0])

@@ -1,9 +1,11 @@
 """A run: budget, log, evaluations, checkpoints and callbacks around the tick."""
 
+import re
+import shlex
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -270,7 +272,7 @@ class Session:
         Raises:
             RunError: the run failed, or one of its final files could not be written.
         """
-        with self.ranks.failing_together(), self.interrupt, self.closing:
+        with self._saying_what_is_kept(), self.ranks.failing_together(), self.interrupt, self.closing:
             self.closing.callback(self.interrupt.release)  # not worth waiting for at the end
             with dumping(self.run_dir, self.parts, self.ranks.rank), naming_memory(self.parts.first.collector.device):
                 self._loop()
@@ -283,6 +285,21 @@ class Session:
             if self._failed is not None:
                 raise self._failed
             return self._finish(result)
+
+    @contextmanager
+    def _saying_what_is_kept(self) -> Iterator[None]:
+        """Context manager: a failure gets a note on what is on the disk, and the command that uses it."""
+        try:
+            yield
+        except Exception as error:
+            run = shlex.quote(str(self.run_dir)) + " --trust" * names_foreign_code(self.config)
+            if checkpoint.resume_points(self.checkpoints):
+                error.add_note(f"to continue: pql resume {run}")
+            elif (self.checkpoints / "last").exists():
+                error.add_note(f"its last policy is kept: pql eval {run}")
+            else:
+                error.add_note("nothing had been saved")
+            raise
 
     def _loop(self) -> None:
         config, schedule = self.config, self.parts.schedule

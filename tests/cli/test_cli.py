@@ -387,7 +387,9 @@ def test_a_run_that_fails_has_status_1_and_shows_the_cause(tmp_path, executor):
     assert done.returncode == 1
     assert "ValueError: the simulator fell over" in done.stderr
     assert "test_cli.py" in done.stderr  # where it happened
-    assert done.stderr.splitlines()[-1] == "pql: worker collector failed: ValueError: the simulator fell over"
+    assert done.stderr.splitlines()[-1] == (
+        "pql: worker collector failed: ValueError: the simulator fell over; nothing had been saved"
+    )
 
 
 # -- signals --------------------------------------------------------------------------------------------------------

@@ -3,20 +3,31 @@
 import ast
 import functools
 import queue
+import signal
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import pql
+from pql.cli import jobs
 from pql.config import PlacementConfig
 from pql.contract.grouped import Stepper
 from pql.data import tensorfile
-from pql.engine import deadlines
+from pql.engine import deadlines, interrupt, watchdog
 from pql.engine.deadlines import Limit, answer_of, idle_get, start_limit, step_limit
+from pql.engine.executors import Streams, Threads
+from pql.engine.interrupt import Interrupt
 from pql.errors import HungError, RunError
+from pql.remote.process.near import Far
+from pql.remote.slot_table import FLYING, READY, SlotTable
 from pql.reports.watch import server
+from pql.run.log.film import Filmer
 from pql.run.log.loggers import TensorBoard
 from pql.run.store.saver import Saver
 
@@ -297,3 +308,179 @@ def test_a_page_whose_server_ends_is_an_error(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(server.Server, "shutdown", lambda self: None)
     with pytest.raises(RunError, match=r"^the page's server has ended$"):
         server.watch(tmp_path, 0)
+
+
+# -- Ctrl-C -----------------------------------------------------------------------------------------------------------
+
+
+def stepping(tmp_path, monkeypatch):
+    """Grouped's wait for a simulator that hangs."""
+    release = threading.Event()
+    stepper = Stepper(lambda action: release.wait(60), "pql-step")
+    stepper.start(torch.zeros(1))
+    return stepper.result, release.set
+
+
+def saving(tmp_path, monkeypatch):
+    disk, saver = Disk(monkeypatch), Saver()
+    saver.later(tmp_path / "tick-7", {"a": torch.zeros(3)}, {})
+    return saver.flush, disk.back.set
+
+
+def ticking(tmp_path, monkeypatch):
+    release, executor = threading.Event(), Threads(("v",), watchdog=60)
+    return lambda: executor.run({"v": lambda: release.wait(60) and None}), release.set
+
+
+def streaming(tmp_path, monkeypatch):
+    """A device that never finishes."""
+    streams, never = Streams({}, 60), SimpleNamespace(query=lambda: False)
+    return lambda: streams._settle({"v": (never, never)}), int
+
+
+def watching_runs(tmp_path, monkeypatch):
+    return lambda: server.watch(tmp_path, 0), int
+
+
+def filming(tmp_path, monkeypatch):
+    filmer = Filmer(tmp_path, "cpu", 1, print)
+    filmer.busy = True
+    return lambda: filmer.wait(lambda: False, 60), filmer.close
+
+
+def awaiting_a_run(tmp_path, monkeypatch):
+    child = subprocess.Popen(["sleep", "60"])
+    return lambda: jobs._wait(child, None, 0.5), child.kill
+
+
+def awaiting_a_tracker(tmp_path, monkeypatch):
+    child = subprocess.Popen(["sleep", "60"], stdout=subprocess.PIPE)
+    return lambda: child.communicate(timeout=60), child.kill
+
+
+def awaiting_a_simulator_s_process(tmp_path, monkeypatch):
+    """A program that is no simulator, and never answers."""
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    program.chmod(0o755)
+    far = Far(str(program))
+    return lambda: far.ask("build", 60), far.kill
+
+
+def awaiting_actors(tmp_path, monkeypatch):
+    table = SlotTable(2)
+    return lambda: table.take_all(60), int
+
+
+def awaiting_an_actor_of_a_group(tmp_path, monkeypatch):
+    """``take`` returns after half a second, and is called again."""
+    table = SlotTable(2)
+    return lambda: [table.take(0) for _ in range(120)], int
+
+
+def awaiting_a_learner(tmp_path, monkeypatch):
+    """An actor between two attempts."""
+    return lambda: threading.Event().wait(60), int
+
+
+WAITS = [
+    stepping,
+    saving,
+    ticking,
+    streaming,
+    watching_runs,
+    filming,
+    awaiting_a_run,
+    awaiting_a_tracker,
+    awaiting_a_simulator_s_process,
+    awaiting_actors,
+    awaiting_an_actor_of_a_group,
+    awaiting_a_learner,
+]
+
+
+@pytest.mark.fault(8, 30)
+@pytest.mark.parametrize("make", WAITS, ids=lambda make: make.__name__)
+def test_ctrl_c_ends_a_wait_of_the_main_thread_at_once(make, tmp_path, monkeypatch, ctrl_c):
+    """Every wait would take a minute."""
+    wait, tidy = make(tmp_path, monkeypatch)
+    pressed = []
+
+    def press():
+        pressed.append(time.monotonic())
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    timer = threading.Timer(0.1, press)
+    timer.start()
+    try:
+        with watchdog.guarded(), pytest.raises(KeyboardInterrupt):
+            wait()
+    finally:
+        tidy()
+    assert time.monotonic() - pressed[0] < 10  # 2 s, and what a busy machine adds
+
+
+@pytest.mark.fault(8)
+def test_ctrl_c_ends_the_wait_for_answers_of_a_group_with_those_that_are_there(monkeypatch):
+    """Where answers wait for all of their group (``wait=null``)."""
+    table = SlotTable(2)
+    table.status[:] = [READY, FLYING]
+    monkeypatch.setattr(table, "_collect", lambda part: ["one"])
+    with Interrupt() as one:
+        one.asked = True
+        assert table.take(0) == ["one"]
+
+
+STUCK = """
+import ctypes, os, sys, threading, time
+from pql.engine import deadlines, watchdog
+from pql.engine.interrupt import Interrupt
+deadlines.LOOK = 0.05
+libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+libc.pthread_mutex_lock(mutex)
+with Interrupt() as interrupt, watchdog.Watchdog(interrupt):
+    if sys.argv[1] == "released":
+        interrupt.release()
+    threading.Timer(0.2, print, ["stuck"], {"flush": True}).start()
+    libc.pthread_mutex_lock(mutex)
+"""
+
+
+@pytest.mark.fault(8, 30)
+@pytest.mark.parametrize("signals", [("SIGINT", "SIGINT"), ("SIGTERM", "SIGINT"), ("SIGINT", "SIGINT", "released")])
+def test_the_second_ctrl_c_ends_a_process_whose_main_thread_is_inside_native_code(signals):
+    """As in a collective, for another rank that hangs: Python's handlers do not run there."""
+    first, second, *released = signals
+    command = [sys.executable, "-c", STUCK, *(released or ["asks"])]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == "stuck\n"
+        process.send_signal(getattr(signal, first))
+        time.sleep(0.4)
+        assert process.poll() is None  # the first one could still save
+        began = time.monotonic()
+        process.send_signal(getattr(signal, second))
+        assert process.wait(30) == 130
+        assert time.monotonic() - began < 10  # 2 s, and what a busy machine adds
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_one_ctrl_c_that_is_handled_is_no_second_one(monkeypatch):
+    left = []
+    monkeypatch.setattr(interrupt, "leave", lambda: left.append(1))
+    before = signal.set_wakeup_fd(-1)
+    with Interrupt() as one:
+        signal.raise_signal(signal.SIGINT)
+        for _ in range(3):
+            one.leave_if_stuck()
+        assert (one.asked, left) == (True, [])
+        one._handled.clear()  # as if it had come inside native code
+        one.leave_if_stuck()
+        assert left == []
+        one.leave_if_stuck()
+        assert left == [1]
+    one.leave_if_stuck()
+    assert signal.set_wakeup_fd(-1) == before
