@@ -24,7 +24,7 @@ def asked() -> bool:
 class Interrupt:
     """While entered, the first Ctrl-C or SIGTERM sets ``asked``; a second Ctrl-C exits the process with status 130.
 
-    Python handles signals between two instructions of the main thread: native code that does not return holds them back.
+    Python handles signals between two instructions of the main thread: native code that never returns holds them back.
     They also arrive in a pipe, which a watchdog reads (:meth:`leave_if_stuck`).
 
     Entering it again while entered, or on a thread other than the main one, does nothing. After :meth:`release` signals

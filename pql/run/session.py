@@ -1,6 +1,5 @@
 """A run: budget, log, evaluations, checkpoints and callbacks around the tick."""
 
-import re
 import shlex
 import time
 import warnings

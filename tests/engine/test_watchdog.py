@@ -336,6 +336,6 @@ def test_an_evaluation_that_fails_ends_the_run_saved(tmp_path):
 
     register("broken", lambda num_envs, device: Broken(num_envs, device))
     endless = ("budget.env_steps=null", "budget.seconds=1000", "eval.every_seconds=0.01")
-    with pytest.raises(RunError, match=r"the evaluator failed: ValueError: no more$"):
+    with pytest.raises(RunError, match=r"(?m)the evaluator failed: ValueError: no more$"):
         run(*words(tmp_path, "task=env", "task.name=broken", *endless))
     assert len(points(tmp_path)) == 1

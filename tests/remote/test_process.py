@@ -465,7 +465,9 @@ def test_a_run_ends_with_the_simulators_traceback(tmp_path, python, capsys):
     made = walk_words(tmp_path / "run", python, "task.kwargs.fault=raise", "task.kwargs.at=15")
     assert main(["train", *made]) == 1
     said = capsys.readouterr().err.strip().splitlines()
-    assert said[-1] == "pql: worker collector failed: ZeroDivisionError: the simulator fell over"
+    assert (
+        said[-1] == "pql: worker collector failed: ZeroDivisionError: the simulator fell over; nothing had been saved"
+    )
     assert any("far_sims.py" in line for line in said)
 
 

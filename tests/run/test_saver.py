@@ -115,7 +115,7 @@ def test_a_copy_is_freed_once_it_is_written(tmp_path, monkeypatch, one):
 
     monkeypatch.setattr(saver, "copied", copied)
     one.later(tmp_path / "x", tree(1.0), {})
-    one.wait()
+    one.flush()
     assert [ref() for ref in copies] == [None] * 3
 
 
@@ -224,7 +224,7 @@ def test_a_point_that_failed_on_the_way_is_told_at_the_end(tmp_path, monkeypatch
     sizes = r"No space left on device: 0\.\d MB to write, 0\.0 MB free"
     with (
         pytest.warns(PqlWarning, match=rf"checkpoint tick-0*3 not written, the run continues: .*{sizes}$"),
-        pytest.raises(RunError, match=rf"kept in .*: checkpoint tick-0*3 \(.*{sizes}\)$"),
+        pytest.raises(RunError, match=rf"(?m)kept in .*: checkpoint tick-0*3 \(.*{sizes}\)$"),
     ):
         run(*words(tmp_path, "checkpoint.every_seconds=1e-9", "budget.env_steps=208"))
     assert kept[-1] == 2  # intact until the next ones were written

@@ -71,7 +71,7 @@ class Saver:
         self.flush()
         self._asked += 1
         with watching(f"writing {path}", self.limit):
-            self._run(path.name, lambda: checkpoint.save(path, tree, manifest))
+            self._outcomes.put(self._run(path.name, lambda: checkpoint.save(path, tree, manifest)))
 
     def do(self, name: str, job: Job) -> None:
         """Queue a function for the thread, after earlier requests."""
@@ -130,19 +130,19 @@ class Saver:
     def _work(self) -> None:
         while (job := idle_get(self._jobs)) is not None:
             with watching(f"writing {job[0]}", self.limit, polled=True) as self._watch:
-                self._run(*job)
-            del job  # it refers to the copy, which would stay in memory until the next job
+                outcome = self._run(*job)
             self._watch = None
+            del job  # it refers to the copy, which would stay in memory until the next job
+            self._outcomes.put(outcome)
 
-    def _run(self, name: str, job: Job) -> None:
+    def _run(self, name: str, job: Job) -> tuple[str, BaseException | None]:
         try:
             job()
         except HungError:  # from the watchdog, which interrupts the main thread
             raise
         except Exception as error:
-            self._outcomes.put((name, error))
-        else:
-            self._outcomes.put((name, None))
+            return name, error
+        return name, None
 
 
 def copied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[Any]]:
