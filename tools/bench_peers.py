@@ -215,7 +215,7 @@ def rate_of(run: Run) -> Rate:
 def rates_of(book: "Book", jobs: Sequence[Job]) -> dict[tuple[str, str], Rate]:
     """Return (contender, task) -> the median rate of ``--rate-runs`` short runs, made in turn.
 
-    A pair whose short runs failed is left out.
+    A pair whose short runs failed is left out. With ``--table``, those that the file has count.
     """
     pairs = {(j.contender, j.task): j for j in jobs}
     rates: dict[tuple[str, str], list[Rate]] = {pair: [] for pair in pairs}
@@ -227,10 +227,9 @@ def rates_of(book: "Book", jobs: Sequence[Job]) -> dict[tuple[str, str], Rate]:
             rates[pair].append(rate_of(run))
     found = {}
     for pair, all_rates in rates.items():
-        if len(all_rates) == book.rate_runs:
-            found[pair] = sorted(all_rates, key=lambda rate: rate.steps(pairs[pair].budget.seconds))[
-                book.rate_runs // 2
-            ]
+        if len(all_rates) == book.rate_runs or (all_rates and book.only_stored):
+            ordered = sorted(all_rates, key=lambda rate: rate.steps(pairs[pair].budget.seconds))
+            found[pair] = ordered[len(ordered) // 2]
             print(f"{pair[0]} {pair[1]}: {found[pair].slope:,.0f} env steps/s")
     return found
 
