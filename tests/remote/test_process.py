@@ -480,9 +480,9 @@ def test_a_cause_of_several_lines_stays_the_last_one(python):
     assert str(caught.value).splitlines()[-3:] == [why, "and broke", why]
 
 
-@pytest.mark.fault(10)
+@pytest.mark.fault(10, count=25)
 @pytest.mark.parametrize("busy", [False, True])
-def test_a_killed_parent_leaves_no_child(python, busy):
+def test_a_killed_parent_leaves_no_child_and_no_shared_memory(python, busy, trial):
     read, write = os.pipe()
     parent = os.fork()
     if parent == 0:
@@ -495,7 +495,10 @@ def test_a_killed_parent_leaves_no_child(python, busy):
     os.close(write)
     child = int(os.read(read, 20))
     os.close(read)
-    time.sleep(0.2)
+    maps = Path(f"/proc/{child}/maps").read_text()
+    assert "/memfd:" in maps  # shared memory without a name: it is freed with the last process
+    assert "/dev/shm/" not in maps
+    time.sleep(0.02 * (trial % 11))
     os.kill(parent, signal.SIGKILL)
     os.waitpid(parent, 0)
     assert gone(child)

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pickle
+import random
 import resource
 import shutil
 from pathlib import Path
@@ -256,6 +257,23 @@ def test_a_flipped_bit_in_any_byte_of_a_manifest_is_seen(tmp_path):
     assert unseen == []
 
 
+@pytest.mark.fault(12, cases=(5, 200))
+def test_any_flipped_bit_and_any_cut_is_seen_and_the_point_before_is_used(tmp_path, cases):
+    for i in (1, 2):
+        save(tmp_path / f"tick-{i}", tree(float(i)), {"ticks": i})
+    rng = random.Random(0)
+    for case in range(cases):
+        path = tmp_path / "tick-2" / ("tensors.safetensors", "manifest.json")[case % 2]
+        good = path.read_bytes()
+        at = rng.randrange(len(good) - 2)  # a manifest without its last line feed means the same
+        path.write_bytes(good[:at] if case % 3 == 0 else good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
+        with pytest.warns(PqlWarning, match="tick-2.*trying the previous one"):
+            tensors, manifest, found = newest_checkpoint(tmp_path)
+        assert (manifest["ticks"], found.name, tensors["a/w"][0, 0].item()) == (1, "tick-1", 1.0), (path.name, at)
+        path.write_bytes(good)
+    assert newest_checkpoint(tmp_path)[2].name == "tick-2"
+
+
 def test_none_intact_says_so(tmp_path):
     save(tmp_path / "checkpoints" / "tick-1", tree(1.0), {})
     truncate(tmp_path / "checkpoints" / "tick-1")
@@ -372,12 +390,12 @@ def test_a_pickle_is_never_executed(tmp_path, protocol):
 # -- full disks -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.fault(13)
-def test_a_full_disk_is_an_os_error_and_the_one_before_stays(tmp_path):
+@pytest.mark.fault(13, count=20)
+def test_a_full_disk_is_an_os_error_and_the_one_before_stays(tmp_path, trial):
     """A file size limit stands in for the full disk: the library that writes reports both in its own class."""
     save(tmp_path / "last", tree(1.0), {})
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096 + 20_000 * trial, limit[1]))
     try:
         with pytest.raises(OSError, match=r"large|space"):
             save(tmp_path / "last", {"a": torch.zeros(100_000)}, {})

@@ -44,15 +44,15 @@ def resumed(folder):
 # -- config.yaml ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.fault(34)
-def test_no_flipped_bit_in_config_yaml_makes_it_another_run_or_ends_it(folder):
+@pytest.mark.fault(34, cases=(20, 200))
+def test_no_flipped_bit_in_config_yaml_makes_it_another_run_or_ends_it(folder, cases):
     good, rng = (folder / "config.yaml").read_bytes(), random.Random(0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         want = rundir.run_settings(folder)
     config = resumed(folder)
     meant, told = rundir.read_config(folder), 0
-    for trial in range(200):
+    for trial in range(cases):
         data = bytearray(good)
         data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
         (folder / "config.yaml").write_bytes(data)
@@ -68,7 +68,7 @@ def test_no_flipped_bit_in_config_yaml_makes_it_another_run_or_ends_it(folder):
         messages = {str(w.message) for w in found if issubclass(w.category, PqlWarning)}
         assert len(messages) == other, (messages, data)
         told += other
-    assert told > 150
+    assert told > 0.7 * cases
 
 
 @pytest.mark.fault(34)
