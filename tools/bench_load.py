@@ -1,0 +1,359 @@
+"""Load and restarts of a learner with remote actors, on the loopback.
+
+    python tools/bench_load.py --json load.json                 10, 100 and 1,000 actors, 10,000 refused connections
+    python tools/bench_load.py --restarts --minutes 30          learner and actors are killed and started again
+
+The learner is ``pql train task=remote algo=dqn`` with a tiny network. The actors of the first form are light, many in
+one process that speaks the real protocol; those of the second are ``pql actor`` processes. Every row that the learner
+receives in the second form is checked: rows of a trajectory are numbered.
+"""
+
+import argparse
+import json
+import os
+import random
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import _bench
+import _load
+
+HERE = Path(__file__).resolve().parent
+LEARNER = [
+    *("algo=dqn", "scale=cpu", "device=cpu", "seed=1", "algo.critic.hidden=[16]", "algo.batch_size=32"),
+    *("algo.warmup_steps=8", "budget.seconds=100000", "budget.env_steps=null", "eval.every_seconds=null"),
+    *("eval.final=false", "logger.every_seconds=1", "logger=none"),
+]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--actors", type=int, nargs="+", default=[10, 100, 1000])
+    parser.add_argument("--refused", type=int, default=10_000, help="connections that are refused, of all kinds")
+    parser.add_argument("--seconds", type=float, default=20.0, help="length of a measurement")
+    parser.add_argument("--restarts", action="store_true", help="kill and restart both sides instead")
+    parser.add_argument("--minutes", type=float, default=60.0, help="with --restarts: for that long")
+    parser.add_argument("--seed", type=int, default=0, help="with --restarts: of the moments")
+    parser.add_argument("--pause", type=float, nargs=2, default=(2.0, 20.0), help="with --restarts: between kills")
+    parser.add_argument("--json", metavar="PATH")
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        if args.restarts:
+            results: Any = restarts(Path(folder), args.minutes * 60, args.seed, tuple(args.pause))
+        else:
+            results = [
+                load(Path(folder), count, args.refused if count == max(args.actors) else 0, args.seconds)
+                for count in args.actors
+            ]
+    if args.json:
+        Path(args.json).write_text(json.dumps({"machine": _bench.machine(), "results": results}, indent=1) + "\n")
+    return 0
+
+
+# -- processes --------------------------------------------------------------------------------------------------------
+
+
+def free_address() -> str:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{taken.getsockname()[1]}"
+
+
+def child(*words: str) -> list[str]:
+    return [sys.executable, str(HERE / "_load.py"), *words]
+
+
+@contextmanager
+def running(command: Sequence[str], token: str, **options: Any) -> Iterator[subprocess.Popen[Any]]:
+    """Run a process until the end of the block."""
+    with subprocess.Popen(command, env=environment(token), **options) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def environment(token: str) -> dict[str, str]:
+    paths = [str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PQL_TOKEN": token, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def ask(process: subprocess.Popen[Any], line: str) -> dict[str, Any]:
+    """Send a command to the crowd; return its answer."""
+    process.stdin.write(line + "\n")  # type: ignore[union-attr]
+    process.stdin.flush()  # type: ignore[union-attr]
+    return json.loads(process.stdout.readline())  # type: ignore[union-attr, no-any-return]
+
+
+def footprint(pid: int) -> dict[str, float]:
+    """Return memory (MiB), open files and threads of a process."""
+    status = Path(f"/proc/{pid}/status").read_text().splitlines()
+    fields = {line.split(":")[0]: line.split()[1] for line in status if line.startswith(("VmRSS", "Threads"))}
+    files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+    return {"rss_mib": int(fields["VmRSS"]) / 1024, "files": files, "threads": int(fields["Threads"])}
+
+
+def wait(true: Callable[[], Any], seconds: float, what: str) -> Any:
+    """Return the first true value of ``true()``.
+
+    Raises:
+        TimeoutError: none within ``seconds``.
+    """
+    end = time.monotonic() + seconds
+    while not (value := true()):
+        if time.monotonic() > end:
+            raise TimeoutError(f"not within {seconds:g} s: {what}")
+        time.sleep(0.1)
+    return value
+
+
+# -- load -------------------------------------------------------------------------------------------------------------
+
+
+def load(folder: Path, count: int, refused: int, seconds: float) -> dict[str, Any]:
+    """Measure a learner with ``count`` slots: one permanent actor, then a crowd that is a tenth too many.
+
+    Args:
+        refused: connections that are refused while the admitted actors step.
+        seconds: length of each measurement.
+    """
+    address, token, run = free_address(), secrets.token_hex(8), folder / f"run-{count}"
+    words = ["task=remote", f"num_envs={count}", f"task.kwargs.listen={address}", f"run_dir={run}", *LEARNER]
+    words += [f"replay.capacity={count * 512}", "checkpoint.every_seconds=null"]
+    log = (folder / f"learner-{count}.log").open("w+")
+    piped = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-m", "pql", "train", *words]
+    out: dict[str, Any] = {"actors": count}
+    with running(command, token, stdout=log, stderr=log) as learner:
+        wait(lambda: reachable(address) or learner.poll() is not None, 180, "the learner listens")
+        if learner.poll() is not None:
+            raise RuntimeError((folder / f"learner-{count}.log").read_text()[-2000:])
+        with running(child("crowd", address, "1"), token, **piped) as first:
+            wait(lambda: ask(first, "count")["stepping"], 200, "the first actor steps")
+            out["one"] = ask(first, f"measure {min(seconds, 5)}")
+            out["before"] = footprint(learner.pid)
+            extra = max(1, count // 10)
+            start = time.perf_counter()
+            with running(child("crowd", address, str(count - 1 + extra)), token, **piped) as crowd:
+                wait(
+                    lambda: (f := ask(crowd, "count"))["admitted"] >= count - 1 and f["refused"] >= extra,
+                    240,
+                    "all are admitted or refused",
+                )
+                out["admission_s"] = time.perf_counter() - start
+                out["admission"] = ask(crowd, "count")
+                out["too_many"] = extra
+                wait(lambda: ask(crowd, "count")["stepping"] >= count - 1, 200, "all step")
+                out["load"] = ask(crowd, f"measure {seconds}")
+                out["loaded"] = footprint(learner.pid)
+                if refused:
+                    out |= refusals(learner, crowd, address, token, refused, seconds)
+                ask(crowd, "count")
+            time.sleep(min(seconds, 5))
+            out["again"] = ask(first, f"measure {min(seconds, 5)}")
+            out["after"] = footprint(learner.pid)
+        out["alive"] = learner.poll() is None
+        learner.send_signal(signal.SIGTERM)
+        out["status"] = learner.wait(120)
+    log.seek(0)
+    text = log.read()
+    log.close()
+    out["tracebacks"] = text.count("Traceback")
+    show(out)
+    if out["tracebacks"] or not out["alive"]:
+        print(text[-3000:], file=sys.stderr)
+    return out
+
+
+def refusals(learner: Any, crowd: Any, address: str, token: str, refused: int, seconds: float) -> dict[str, Any]:
+    """Refuse ``refused`` connections while the crowd steps."""
+    each = refused // len(_load.KINDS)
+    with running(child("strangers", address, str(each)), token, stdout=subprocess.PIPE, text=True) as strangers:
+        during = ask(crowd, f"measure {seconds}")
+        line = strangers.stdout.readline()
+    time.sleep(min(seconds, 2))
+    return {"during": during, "refusals": json.loads(line), "refused": footprint(learner.pid)}
+
+
+def reachable(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    with socket.socket() as probe:
+        return probe.connect_ex((host, int(port))) == 0
+
+
+def show(out: dict[str, Any]) -> None:
+    """Print the results of one number of actors."""
+    mem = " -> ".join(
+        f"{out[k]['rss_mib']:.0f} MiB/{out[k]['files']} files ({k})"
+        for k in ("before", "loaded", "refused", "after")
+        if k in out
+    )
+    now, admission = out["load"], out["admission"]
+    print(f"{out['actors']} actors: admitted in {admission['last_admitted']:.2f} s, {out['too_many']} refused as "
+          f"{admission['codes']} within {admission['last_refused']:.2f} s")  # fmt: skip
+    print(f"  {now['steps_per_s']:,.0f} env steps/s, round trip p50 {now['p50_ms']:.1f} p99 {now['p99_ms']:.1f} ms, "
+          f"steps of an actor {now['least']} to {now['most']}, mean {now['mean']:.1f}")  # fmt: skip
+    print(f"  {mem}; threads {out['loaded']['threads']}; status {out['status']}, {out['tracebacks']} tracebacks")
+    if "refusals" in out:
+        found, during = out["refusals"], out["during"]
+        print(f"  refused in {found['seconds']:.1f} s: {found['outcomes']}")
+        print(f"  p50 {found['p50_ms']} p99 {found['p99_ms']} ms; meanwhile {during['steps_per_s']:,.0f} env steps/s")
+
+
+# -- restarts of both sides -------------------------------------------------------------------------------------------
+
+
+class Restarts:
+    """A learner and actors whose processes are killed and started again.
+
+    Attributes:
+        back: for ``learner`` and ``actor``, seconds from each start until its first row arrives.
+    """
+
+    def __init__(self, folder: Path, actors: int = 8):
+        self.folder, self.address, self.token = folder, free_address(), secrets.token_hex(8)
+        self.run, self.count = folder / "run", actors
+        self.life, self.sitting = 0, 0
+        self.actors: dict[int, subprocess.Popen[Any]] = {}
+        self.back: dict[str, list[float]] = {"learner": [], "actor": []}
+        self.learner: subprocess.Popen[Any] | None = None
+        self.log = (folder / "log").open("w+")
+
+    def start_learner(self) -> None:
+        self.sitting += 1
+        fresh = not any(self.run.glob("checkpoints/tick-*"))
+        if fresh and self.run.exists():
+            self.run = self.folder / f"run-{self.sitting}"  # killed before its first resume point
+        words = [
+            *("train", "task=remote", f"num_envs={self.count}", f"task.kwargs.listen={self.address}"),
+            *(f"run_dir={self.run}", *LEARNER, "replay.capacity=160000", "checkpoint.every_seconds=2"),
+        ]
+        command = words if fresh else ["resume", str(self.run)]
+        self.learner = self._start(child("learner", str(self.tally(self.sitting)), *command))
+
+    def start_actor(self) -> int:
+        self.life += 1
+        words = ["actor", "--connect", self.address, "--task", "_load:Counting", "--num-envs", "1"]
+        self.actors[self.life] = self._start([sys.executable, "-m", "pql", *words, f"life={self.life}", "pause=0.01"])
+        return self.life
+
+    def _start(self, command: list[str]) -> subprocess.Popen[Any]:
+        return subprocess.Popen(command, env=environment(self.token), stdout=self.log, stderr=self.log)
+
+    def tally(self, sitting: int) -> Path:
+        return self.folder / f"tally-{sitting}"
+
+    def read(self, sitting: int) -> list[dict[str, Any]]:
+        """Return the complete lines of a learner's tally."""
+        path = self.tally(sitting)
+        lines = path.read_text().splitlines() if path.exists() else []
+        out = []
+        for line in lines:
+            try:
+                out.append(json.loads(line))
+            except ValueError:  # cut by a kill
+                continue
+        return out
+
+    def rows(self) -> int:
+        return int(next((one["rows"] for one in reversed(self.read(self.sitting)) if "rows" in one), 0))
+
+    def met(self) -> set[int]:
+        """Return the lives whose rows this learner has received."""
+        lives = next((one["lives"] for one in reversed(self.read(self.sitting)) if "lives" in one), {})
+        return {int(k) for k in lives}
+
+    def until_back(self, kind: str, true: Callable[[], bool]) -> None:
+        start = time.monotonic()
+        wait(true, 240, f"the {kind} is back")
+        self.back[kind].append(time.monotonic() - start)
+
+    def close(self) -> None:
+        for process in (*self.actors.values(), self.learner):
+            if process is not None:
+                process.kill()
+                process.wait()
+        self.log.close()
+
+
+def restarts(folder: Path, seconds: float, seed: int, pause: tuple[float, float]) -> dict[str, Any]:
+    """Kill learner and actors by turns, at random moments, for ``seconds``; then end the run and count.
+
+    Args:
+        pause: range of the seconds between being back at work and the next kill.
+    """
+    both, rng, kills = Restarts(folder), random.Random(seed), {"learner": 0, "actor": 0}
+    try:
+        both.start_learner()
+        for _ in range(both.count):
+            both.start_actor()
+        wait(lambda: len(both.met()) == both.count, 240, "all actors step")
+        began = time.monotonic()
+        while time.monotonic() - began < seconds:
+            time.sleep(rng.uniform(*pause))
+            kind = "learner" if kills["learner"] <= kills["actor"] else "actor"
+            kills[kind] += 1
+            if kind == "learner":
+                assert both.learner is not None
+                both.learner.kill()
+                both.learner.wait()
+                both.start_learner()
+                both.until_back(kind, lambda: both.rows() > 0)
+            else:
+                life = rng.choice(sorted(both.actors))
+                both.actors[life].kill()
+                both.actors.pop(life).wait()
+                new = both.start_actor()
+                both.until_back(kind, lambda new=new: new in both.met())  # type: ignore[misc]
+        wait(lambda: set(both.actors) <= both.met(), 200, "all actors step at the end")
+        assert both.learner is not None
+        both.learner.send_signal(signal.SIGTERM)
+        status = both.learner.wait(120)
+        left = [actor.wait(120) for actor in both.actors.values()]
+        out = counted(both) | {"restarts": kills, "status": status, "actors": left, "back_s": both.back}
+        out["seconds"] = time.monotonic() - began
+        both.log.seek(0)
+        out["tracebacks"] = both.log.read().count("Traceback")
+    except BaseException:
+        both.log.seek(0)
+        print(both.log.read()[-4000:], file=sys.stderr)
+        raise
+    finally:
+        both.close()
+    show_restarts(out)
+    return out
+
+
+def counted(both: Restarts) -> dict[str, int]:
+    """Add the counts of all learners; rows received after the last line of a killed learner are not included."""
+    out = {"rows": 0, "torn": 0, "repeated": 0, "ring": 0, "ring_torn": 0, "ring_repeated": 0}
+    for sitting in range(1, both.sitting + 1):
+        lines = both.read(sitting)
+        totals = [one for one in lines if "rows" in one][-1:] + [one for one in lines if "ring" in one]
+        for one in totals:
+            for name in out.keys() & one.keys():
+                out[name] += one[name]
+    return out
+
+
+def show_restarts(out: dict[str, Any]) -> None:
+    print(f"{out['seconds'] / 60:.1f} min: {out['restarts']} restarts, {out['rows']:,} env steps received")
+    print(f"  torn {out['torn']}, repeated {out['repeated']}; ring of the last learner: {out['ring']:,} rows, "
+          f"torn {out['ring_torn']}, repeated {out['ring_repeated']}")  # fmt: skip
+    for kind, times in out["back_s"].items():
+        if times:
+            print(f"  {kind} back at work: median {sorted(times)[len(times) // 2]:.1f} s, longest {max(times):.1f} s")
+    print(f"  exit statuses {out['status']}, {out['actors']}; {out['tracebacks']} tracebacks")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
