@@ -91,7 +91,7 @@ def ask(process: subprocess.Popen[Any], line: str) -> dict[str, Any]:
     """Send a command to the crowd; return its answer."""
     process.stdin.write(line + "\n")  # type: ignore[union-attr]
     process.stdin.flush()  # type: ignore[union-attr]
-    return json.loads(process.stdout.readline())  # type: ignore[union-attr, no-any-return]
+    return json.loads(process.stdout.readline())  # type: ignore[union-attr]
 
 
 def footprint(pid: int) -> dict[str, float]:
@@ -179,6 +179,7 @@ def refusals(learner: Any, crowd: Any, address: str, token: str, refused: int, s
     each = refused // len(_load.KINDS)
     with running(child("strangers", address, str(each)), token, stdout=subprocess.PIPE, text=True) as strangers:
         during = ask(crowd, f"measure {seconds}")
+        assert strangers.stdout is not None
         line = strangers.stdout.readline()
     time.sleep(min(seconds, 2))
     return {"during": during, "refusals": json.loads(line), "refused": footprint(learner.pid)}
@@ -269,7 +270,7 @@ class Restarts:
 
     def met(self) -> set[int]:
         """Return the lives whose rows this learner has received."""
-        lives = next((one["lives"] for one in reversed(self.read(self.sitting)) if "lives" in one), {})
+        lives: dict[str, int] = next((one["lives"] for one in reversed(self.read(self.sitting)) if "lives" in one), {})
         return {int(k) for k in lives}
 
     def until_back(self, kind: str, true: Callable[[], bool]) -> None:
