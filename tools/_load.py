@@ -14,13 +14,14 @@ import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 
-from pql.contract.plain import Discrete, EnvSpec, ObsSpec, Step
+from pql.contract import plain
 from pql.remote import protocol as wire
 from pql.remote.actor.client import OPTIONS
 
@@ -43,7 +44,7 @@ AT_ONCE = 64  # connections under way
 
 
 def main(role: str, *words: str) -> int:
-    roles = {"crowd": crowd, "strangers": strangers, "learner": learner}
+    roles: dict[str, Callable[..., int]] = {"crowd": crowd, "strangers": strangers, "learner": learner}
     return roles[role](*words)
 
 
@@ -56,9 +57,10 @@ class Counting:
     """
 
     def __init__(self, num_envs: int, device: str = "cpu", life: int = 0, pause: float = 0.0):
-        obs = {"policy": ObsSpec((4,), "float32")}
-        self.spec = EnvSpec(
-            "counting", num_envs, obs, Discrete(2), device, max_episode_steps=LENGTH, final_obs="always"
+        records: Any = plain  # declared with tensors where torch is installed
+        obs = {"policy": records.ObsSpec((4,), "float32")}
+        self.spec = records.EnvSpec(
+            "counting", num_envs, obs, records.Discrete(2), device, max_episode_steps=LENGTH, final_obs="always"
         )
         self.pause, self.state = pause, np.zeros((num_envs, 4), np.float32)
         self.state[:, 0], self.state[:, 1] = life, np.arange(num_envs)
@@ -68,14 +70,15 @@ class Counting:
         self.state[:, 3] = 0
         return {"policy": self.state.copy()}
 
-    def step(self, action: np.ndarray) -> Step:
+    def step(self, action: np.ndarray) -> Any:
+        records: Any = plain
         time.sleep(self.pause)
         self.state[:, 3] += 1
         final, over = self.state.copy(), self.state[:, 3] >= LENGTH
         self.state[over, 2] += 1
         self.state[over, 3] = 0
         no, obs = np.zeros(len(over), bool), {"policy": self.state.copy()}
-        return Step(obs, final[:, 3].copy(), no, over, over, {"policy": final}, ~no, ~no, {})
+        return records.Step(obs, final[:, 3].copy(), no, over, over, {"policy": final}, ~no, ~no, {})
 
     def close(self) -> None:
         pass
@@ -330,7 +333,8 @@ def learner(tally: str, *words: str) -> int:
     from pql.cli.main import main as pql
     from pql.data.replay import Replay
 
-    checker, found = Checker(Path(tally)), []
+    checker = Checker(Path(tally))
+    found: list[Any] = []
     original = Replay.insert
 
     def insert(self: Any, acted: Any, step: Any, columns: Any = None, arrived: Any = None) -> None:

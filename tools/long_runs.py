@@ -112,10 +112,11 @@ def crossed(folder: Path, ticks: int = 40) -> dict[str, Any]:
     Returns:
         counters before and after, whether weights and ring are bit for bit equal, and the size of the metrics.
     """
-    hashes, out = [], {}
+    hashes: list[str] = []
+    out: dict[str, Any] = {}
     for name in ("near", "far"):
         session = opened(words(folder / name, OFF_POLICY, f"budget.env_steps={10**15}", "logger.every_seconds=1e6"))
-        parts = session.parts
+        parts: Any = session.parts
         for _ in range(80):  # the ring is full: its length does not change any more
             parts.schedule.tick()
         if name == "far":
