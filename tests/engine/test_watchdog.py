@@ -27,7 +27,7 @@ from pql.run.evaluation import EvaluationPlan, Evaluator, evaluate_saved
 from pql.run.play import record_video
 from pql.run.policy import fresh_policy
 
-pytestmark = pytest.mark.fault(7, 30)
+pytestmark = pytest.mark.fault(7, 30, count=2)
 SHORT = Limit(0.2, "placement.watchdog_seconds")
 LONG = Limit(1000.0, "placement.start_seconds")
 

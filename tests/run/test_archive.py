@@ -1,6 +1,10 @@
 """A run whose directory is deleted or not writable: it reports the cause and ends with exit status 1."""
 
+import errno
+import os
+import random
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +12,7 @@ from run_files import points, resume, rows, run, words
 
 from pql.cli.main import main
 from pql.data import tensorfile
+from pql.engine.schedule import Concurrent
 from pql.errors import PqlWarning, RunError
 from pql.run.policy import load_policy
 from pql.run.session import Session
@@ -25,14 +30,15 @@ def content(path):
         shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
-@pytest.mark.fault(33)
+@pytest.mark.fault(33, count=10)
 @pytest.mark.parametrize("delete", [everything, content])
-def test_a_run_directory_deleted_in_mid_run_is_made_anew_with_the_policy(tmp_path, delete):
+def test_a_run_directory_deleted_in_mid_run_is_made_anew_with_the_policy(tmp_path, delete, trial):
+    """At different times of the run."""
     folder, seen = tmp_path / "run", []
 
     def cut(session, row):
         seen.append(row["steps/env"])
-        if len(seen) == 1:
+        if len(seen) == 1 + trial % 3:
             delete(folder)
 
     lost = "metrics and checkpoints from before .* env steps"
@@ -134,3 +140,39 @@ def test_the_exit_status_is_1_where_something_could_not_be_kept(tmp_path, monkey
     assert len(errors) == 1
     assert errors[0].partition("; ")[0] == line
     assert errors[0].partition("; ")[2].startswith(("to continue: pql resume ", "its last policy is kept: pql eval "))
+
+
+@pytest.mark.fault(33, count=20)
+@pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC], ids=["read-only", "full"])
+def test_a_directory_that_takes_nothing_more_until_the_end(tmp_path, monkeypatch, capsys, number, trial):
+    """From a random moment on nothing can be written there: one warning, the run goes on, and ends with status 1."""
+    folder, rng, closed = tmp_path / "run", random.Random(trial), []
+
+    def refusing(real):
+        def write(path, *rest, **options):
+            if closed and Path(path).is_relative_to(folder):
+                raise OSError(number, os.strerror(number), str(path))
+            return real(path, *rest, **options)
+
+        return write
+
+    for module, name in ((tensorfile, "write"), (rundir, "_write_json"), (os, "replace"), (os, "mkdir")):
+        monkeypatch.setattr(module, name, refusing(getattr(module, name)))
+    after, ticks, tick = rng.randrange(20), [], Concurrent.tick
+
+    def counted(schedule):
+        if len(ticks) == after:
+            closed.append(True)
+        ticks.append(True)
+        tick(schedule)
+
+    monkeypatch.setattr(Concurrent, "tick", counted)
+    with pytest.warns(PqlWarning, match=rf"not written.*Errno {number}"):
+        assert main(["train", *words(folder, "budget.env_steps=560", "checkpoint.every_seconds=0.05")]) == 1
+    assert len(ticks) > after
+    begun = f"pql: the run has come to its end, but not all of it could be kept in {folder}: checkpoint "
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith(begun))
+    assert f"[Errno {number}]" in line
+    closed.clear()
+    if points(folder):  # saved before
+        assert resume(folder, "budget.env_steps=640").env_steps == 640
