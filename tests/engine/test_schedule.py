@@ -1,9 +1,12 @@
 """Schedules: exact ratios, exact staleness, and the same bits with and without concurrency."""
 
+import gc
 import itertools
+import os
 import threading
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -328,3 +331,39 @@ def test_whoever_waits_for_others_does_not_hang_and_has_its_time_afterwards():
         executor.share({"busy": iter((hanging,)), "patient": iter((patient,))})
     release.set()
     executor.close()
+
+
+@pytest.mark.fault(19)
+@pytest.mark.parametrize("slow", ["collector", "v", "p"])
+def test_nothing_grows_behind_a_slow_worker_and_the_ratios_stay_exact(slow, pytestconfig):
+    """Weights and rows are exchanged once per tick: nothing is queued for whoever is late."""
+    count = 6000 if pytestconfig.option.faults else 60
+    executor = Threads(("collector", "v", "p"))
+    parts = start(small_config(), executor)
+    worker = parts.first.workers[slow]
+    real = worker.job
+
+    def late(count):
+        time.sleep(0.003)
+        real(count)
+
+    worker.job = late
+    ticks(parts, 20)
+    (size, objects), before, begun = resident(), parts.counters(), time.monotonic()
+    for _ in range(count):
+        parts.schedule.tick()
+        assert all(inbox.qsize() == 0 for inbox in executor.inbox.values())
+    after = parts.counters()
+    executor.close()
+    assert (after["v"] - before["v"], after["p"] - before["p"]) == (2 * count, count)
+    assert after["steps"] - before["steps"] == count
+    now, alive = resident()
+    assert alive - objects < 200
+    assert now - size < 2**20 * max(1.0, (time.monotonic() - begun) / 60)  # a MiB a minute
+
+
+def resident():
+    """Return the resident memory of this process in bytes, and its number of Python objects."""
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE"), len(gc.get_objects())

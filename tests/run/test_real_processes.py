@@ -1,0 +1,132 @@
+"""Signals to a whole run, and its death in native code: exit status, output, and that the run can be resumed.
+
+Every trial is a real process, forked from one that has the library; ``tests/cli/test_cli.py`` starts interpreters.
+"""
+
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
+
+import pytest
+from real_runs import begin
+from run_files import points, resume, words
+
+from pql.run.store import checkpoint
+from pql.run.store.run_dir import read_summary
+
+LONG = ("task=env", "task.name=faulty", "budget.env_steps=1000000", "checkpoint.every_seconds=0.02")
+NEVER = 10**9
+ENDS = 10.0  # seconds; of the row
+
+
+class Runs:
+    """Starts runs in a folder, and ends what is left of them."""
+
+    def __init__(self, folder):
+        self.folder, self.log, self.left = folder / "run", folder / "log", []
+        self.mark = f"task.kwargs.mark={self.folder}.mark"
+        self.again = (self.mark, "checkpoint.every_seconds=null")  # a path is accepted if it is given again
+
+    def __call__(self, at: int = NEVER, how: str = "hang", *more: str) -> BaseProcess:
+        made = words(self.folder, *LONG, f"task.kwargs.at={at}", f"task.kwargs.how={how}", self.mark, *more)
+        self.left.append(begin(["train", *made], self.log))
+        return self.left[-1]
+
+    def wait_for(self, condition, process: BaseProcess, seconds: float = 60.0) -> None:
+        end = time.monotonic() + seconds
+        while not condition():
+            assert process.is_alive(), self.said()
+            assert time.monotonic() < end, self.said()
+            time.sleep(0.005)
+
+    def said(self) -> str:
+        return self.log.read_text() if self.log.exists() else ""
+
+    def resumes(self) -> None:
+        """The newest resume point is intact, and the run goes on from it."""
+        facts = checkpoint.newest_checkpoint(self.folder / "checkpoints")[1]
+        steps = 16 * (max(facts["counters"]["steps"], 8) + 4)
+        assert resume(self.folder, *self.again, f"budget.env_steps={steps}").env_steps == steps
+
+
+@pytest.fixture
+def runs(tmp_path) -> Iterator[Runs]:
+    made = Runs(tmp_path)
+    yield made
+    for process in made.left:
+        process.kill()
+        process.join()
+
+
+@pytest.mark.fault(8, 9, count=50)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_at_any_moment_saves_and_ends_the_run(runs, number, trial):
+    """While it is built, warms up, trains or saves, which it does all the time."""
+    process = runs()
+    runs.wait_for(runs.folder.exists, process)
+    time.sleep(random.Random(trial).uniform(0, 0.6))
+    begun = time.monotonic()
+    os.kill(process.pid, number)
+    process.join(ENDS)
+    assert process.exitcode == 130, runs.said()
+    assert time.monotonic() - begun < ENDS
+    assert "pql: stopping after this tick and saving; Ctrl-C again to leave at once" in runs.said()
+    assert "Traceback" not in runs.said()
+    facts = checkpoint.newest_checkpoint(runs.folder / "checkpoints")[1]
+    assert read_summary(runs.folder)["env_steps"] == 16 * facts["counters"]["steps"]
+    if trial % 10 == 0:
+        runs.resumes()
+
+
+@pytest.mark.fault(8, count=50)
+def test_a_second_ctrl_c_leaves_at_once_from_a_tick_that_does_not_end(runs, trial):
+    process = runs(8 + 1 + trial % 20, "hang", "placement.watchdog_seconds=100")
+    runs.wait_for(runs.folder.exists, process)
+    time.sleep(random.Random(trial).uniform(0.3, 0.6))
+    os.kill(process.pid, signal.SIGINT)
+    runs.wait_for(lambda: "stopping after this tick" in runs.said(), process)
+    os.kill(process.pid, signal.SIGINT)
+    process.join(2)
+    assert process.exitcode == 130, runs.said()
+
+
+@pytest.mark.fault(5, 29, count=7)
+@pytest.mark.parametrize(
+    ("how", "number"),
+    [
+        ("read", 11),
+        pytest.param("abort", 6, marks=pytest.mark.slow),
+        pytest.param("thread", 6, marks=pytest.mark.slow),
+    ],
+)
+def test_a_crash_in_native_code_shows_the_stacks_of_all_threads_and_the_run_resumes(runs, how, number, trial):
+    process = runs(60 + 3 * trial, how)
+    process.join(60)
+    assert process.exitcode == -number, runs.said()
+    said = runs.said()
+    assert f"Fatal Python error: {('Aborted', 'Segmentation fault')[how == 'read']}\n" in said
+    assert "Current thread 0x" in said
+    assert " in step\n" in said or how == "thread"
+    assert "env_slice.py" in said  # the collector's frames
+    assert said.count("hread 0x") >= 4  # main thread, collector, v, p
+    if points(runs.folder):
+        resumed = begin(["resume", str(runs.folder), "budget.env_steps=2000", *runs.again], runs.log)
+        runs.left.append(resumed)
+        resumed.join(60)
+        assert resumed.exitcode == 0, runs.said()
+
+
+@pytest.mark.fault(5, count=5)
+def test_a_crash_of_the_simulators_own_process_is_the_last_line(runs, trial):
+    far = ("task=env", "task.name=far_sims:Walk", f"task.process.python={sys.executable}", "task.kwargs.fault=abort")
+    process = begin(["train", *words(runs.folder, *far, f"task.kwargs.at={12 + trial}")], runs.log)
+    runs.left.append(process)
+    process.join(60)
+    assert process.exitcode == 1, runs.said()
+    last = runs.said().splitlines()[-1]
+    assert last.startswith("pql: worker collector failed: ")
+    assert last.endswith(" was ended by SIGABRT; nothing had been saved")
