@@ -128,7 +128,7 @@ def load(folder: Path, count: int, refused: int, seconds: float) -> dict[str, An
     """
     address, token, run = free_address(), secrets.token_hex(8), folder / f"run-{count}"
     words = ["task=remote", f"num_envs={count}", f"task.kwargs.listen={address}", f"run_dir={run}", *LEARNER]
-    words += [f"replay.capacity={count * 512}", "checkpoint.every_seconds=null"]
+    words += [f"replay.capacity={count * 512}", f"algo.target_period={count * 16}", "checkpoint.every_seconds=null"]
     log = (folder / f"learner-{count}.log").open("w+")
     piped = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     command = [sys.executable, "-m", "pql", "train", *words]
@@ -138,7 +138,9 @@ def load(folder: Path, count: int, refused: int, seconds: float) -> dict[str, An
         if learner.poll() is not None:
             raise RuntimeError((folder / f"learner-{count}.log").read_text()[-2000:])
         with running(child("crowd", address, "1"), token, **piped) as first:
-            wait(lambda: ask(first, "count")["stepping"], 200, "the first actor steps")
+            wait(lambda: ask(first, "count")["stepping"] or learner.poll() is not None, 200, "the first actor steps")
+            if learner.poll() is not None:
+                raise RuntimeError((folder / f"learner-{count}.log").read_text()[-2000:])
             out["one"] = ask(first, f"measure {min(seconds, 5)}")
             out["before"] = footprint(learner.pid)
             extra = max(1, count // 10)

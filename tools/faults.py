@@ -56,8 +56,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.fresh:
         log.unlink(missing_ok=True)
     if not args.table:
-        command = [sys.executable, "-m", "pytest", "-m", "fault", "--faults", "--fault-rows", args.rows, "-q"]
-        command += ["--fault-log", str(log), "--fault-minutes", str(args.minutes), "-n", str(args.processes)]
+        # "tests" and "=": pytest learns these options from tests/conftest.py, and would take their values for paths
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "tests",
+            "-m",
+            "fault",
+            "--faults",
+            f"--fault-rows={args.rows}",
+            "-q",
+        ]
+        command += [f"--fault-log={log}", f"--fault-minutes={args.minutes}", "-n", str(args.processes)]
         subprocess.run([*command, "--no-header", "--tb=line"], cwd=ROOT, check=False)
     runs = latest(stored(str(log)))
     table = rows(runs)
