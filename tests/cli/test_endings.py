@@ -45,8 +45,8 @@ class Faulty(Counter):
         return (Faulty.fault(step) if due else None) or step
 
 
-register("faulty", Faulty)
-FAULTY = ("task=env", "task.name=faulty")
+register("faulty_endings", Faulty)
+FAULTY = ("task=env", "task.name=faulty_endings")
 
 
 def boom(*_: Any, **__: Any) -> None:
@@ -182,9 +182,9 @@ CASES = {
     "doctor": Case("doctor --env pendulum --steps 8 --num-envs 2", 0, "."),
     "doctor: an unknown name": Case("doctor --env pendulun", 2, "^pql: .*did you mean pendulum"),
     "doctor: a simulator that breaks a rule": Case(
-        "doctor --env faulty --steps 20 --num-envs 16",
+        "doctor --env faulty_endings --steps 20 --num-envs 16",
         1,
-        r"^pql: faulty breaks rules of the contract: .* \(docs/simulators.md\)$",
+        r"^pql: faulty_endings breaks rules of the contract: .* \(docs/simulators.md\)$",
         step(lambda step: step._replace(reward=step.reward.double())),
     ),
     "push: a hub that cannot be reached": Case(

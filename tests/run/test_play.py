@@ -20,6 +20,7 @@ from pql.cli.main import main
 from pql.config.compose import compose
 from pql.contract.env import Box, EnvSpec, ObsSpec, find_factory, make_env
 from pql.contract.registry import register
+from pql.engine import deadlines
 from pql.envs.draw import Drawn
 from pql.errors import ConfigError, PqlWarning
 from pql.run.evaluation import EvaluationPlan, evaluate_saved, run_episodes
@@ -371,7 +372,7 @@ def film_words(run_dir, *more):
 
 
 def test_a_video_of_an_episode_is_recorded_beside_the_training_and_changes_no_bits(tmp_path, monkeypatch):
-    monkeypatch.setattr("pql.run.session.LAST_VIDEO", 250.0)  # on a busy machine
+    monkeypatch.setattr(deadlines, "LAST_VIDEO", 250.0)  # on a busy machine
     shown = []
     session = Session(compose(film_words(tmp_path / "film", "eval.videos_kept=1")), quiet=True)
     (tmp_path / "film" / "videos").mkdir()

@@ -362,9 +362,9 @@ class Faulty:
 def failing(run_dir: str, how: str) -> None:
     from pql.contract.registry import register
 
-    register("faulty", Faulty)
+    register("faulty_rank", Faulty)
     limit = f"placement.watchdog_seconds={4 if how == 'hang' else 200}"
-    more = ("task=env", "task.name=faulty", f"task.kwargs.how={how}", limit)
+    more = ("task=env", "task.name=faulty_rank", f"task.kwargs.how={how}", limit)
     run(*words(Path(run_dir), "budget.env_steps=3200", *more))
 
 

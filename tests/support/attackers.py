@@ -43,7 +43,7 @@ def attack(peer: tuple[SimpleQueue, grpc.Call, int], number: int, kind: str, siz
         for _ in stream:
             pass
     except grpc.RpcError as error:
-        print(size, error.code().name)
+        sys.stdout.write(f"{size} {error.code().name}\n")  # one write: print would let the threads mix their parts
     outbox.put(None)
 
 
