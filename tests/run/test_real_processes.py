@@ -18,7 +18,7 @@ from run_files import points, resume, words
 from pql.run.store import checkpoint
 from pql.run.store.run_dir import read_summary
 
-LONG = ("task=env", "task.name=breaking", "budget.env_steps=1000000", "checkpoint.every_seconds=0.02")
+LONG = ("task=env", "task.name=crashing", "budget.env_steps=1000000", "checkpoint.every_seconds=0.02")
 NEVER = 10**9
 ENDS = 10.0  # seconds; of the row
 

@@ -52,7 +52,7 @@ def faulty(num_envs: int, device: object, at: int, how: str, mark: str) -> Fault
     return Faulty(num_envs, device, at, how, mark)
 
 
-register("breaking", faulty)
+register("crashing", faulty)
 
 
 def _main(words: Sequence[str], log: Path) -> None:
