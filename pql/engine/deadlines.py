@@ -102,7 +102,10 @@ LAST_VIDEO = 60.0
 
 # The server's thread to open or to close its port.
 SERVER = 10.0
-# A new connection to introduce itself. Then it is closed: others would wait for its slot.
+# A new connection to be taken up by the server's thread: a thousand of them may arrive while the learners hold the
+# interpreter. gRPC itself would cancel all that have waited for 30 s. Noticed by gRPC.
+ACCEPT = 600.0
+# A new connection to introduce itself, once taken up. Then it is closed: others would wait for its slot.
 HELLO = 10.0
 # Actors to receive the message that the run has ended, and their streams to end.
 BYE, STREAMS = 2.0, 0.5

@@ -35,8 +35,14 @@ KEEPALIVE = (
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
 )
+# Connections that wait for the server's thread: above the first number some are refused at once, above the second all.
+WAITING = (
+    ("grpc.server_max_unrequested_time_in_server", int(deadlines.ACCEPT)),
+    ("grpc.server.max_pending_requests", 4_096),
+    ("grpc.server.max_pending_requests_hard_limit", 8_192),
+)
 SIZES = (("grpc.max_receive_message_length", wire.LARGEST), ("grpc.max_send_message_length", wire.LARGEST))
-OPTIONS = (*KEEPALIVE, *SIZES, ("grpc.so_reuseport", 0))
+OPTIONS = (*KEEPALIVE, *WAITING, *SIZES, ("grpc.so_reuseport", 0))
 
 OFFERED = ("obs", "action", "max_episode_steps", "autoreset", "final_obs", "log")  # must be equal for all actors
 

@@ -12,6 +12,7 @@ import time
 from urllib.parse import quote
 
 import pytest
+from browser import CHROMIUM, browser
 from run_files import run, words
 
 from pql.cli.main import main
@@ -19,7 +20,6 @@ from pql.reports.watch import feed as feeds
 from pql.reports.watch.feed import Feed, Folder
 from pql.reports.watch.server import serving
 
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 HOSTILE = "<img src=x onerror=alert(1)>"
 
 
@@ -206,12 +206,11 @@ def test_ctrl_c_ends_the_command(tmp_path):
 def test_in_a_browser_nothing_is_executed_and_nothing_overflows(tmp_path, width):
     write_run(tmp_path / "runs" / HOSTILE.replace("/", ""), algo=HOSTILE, **{HOSTILE: 1.0, "value/q": 2.0})
     write_run(tmp_path / "runs" / "a-run-with-a-very-long-name-that-needs-a-place-somewhere", **{"value/q": 2.0})
-    with serving(tmp_path / "runs", 0) as server:
-        options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
-        options += [f"--window-size={width},1200", "--virtual-time-budget=4000", "--dump-dom"]
-        page = subprocess.run([CHROMIUM, *options, server.address], capture_output=True, text=True, timeout=120).stdout
-    assert 'data-charts="4"' in page  # return, busy, replay, value
-    assert 'data-overflow="0"' in page
+    with serving(tmp_path / "runs", 0) as server, browser(tmp_path / "profile", width) as tab:
+        tab.open(server.address, "document.documentElement.dataset.charts == 4")  # return, busy, replay, value
+        assert tab.value("innerWidth") == width
+        assert tab.value("document.documentElement.scrollWidth - document.documentElement.clientWidth") == 0
+        page = tab.value("document.documentElement.outerHTML")
     assert page.count("<path") >= 6
     assert "<img" not in page
     assert "&lt;img" in page

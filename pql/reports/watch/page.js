@@ -179,7 +179,6 @@ function drawCharts() {
   log.textContent = data ? data.log : "";
   if (follows) log.scrollTop = log.scrollHeight;
   document.documentElement.dataset.charts = count;
-  document.documentElement.dataset.overflow = document.documentElement.scrollWidth - document.documentElement.clientWidth;
 }
 
 function filled(data) {
