@@ -145,3 +145,12 @@ def column(mask: Tensor, value: Tensor) -> Tensor:
 def chosen(mask: Tensor, one: Obs, other: Obs) -> Obs:
     """Select ``one`` where ``mask`` [N] is True, else ``other``; both are observation groups [N, ...]."""
     return {k: torch.where(column(mask, v), one[k], v) for k, v in other.items()}
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor of any shape and strides, in order: ``[n]`` uint8, a view where possible.
+
+    A dimension of size 1 may have any stride, also in a contiguous tensor, and ``view(-1)`` would keep it.
+    """
+    flat = tensor.detach().contiguous()
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)

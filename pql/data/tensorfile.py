@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from pql.engine.watchdog import touch
+from pql.types import bytes_of
 
 TYPES = {
     torch.bool: "BOOL",
@@ -86,6 +87,6 @@ def header(tensors: Mapping[str, Tensor], about: Mapping[str, str] | None) -> by
 
 def pieces(tensor: Tensor) -> Iterator[memoryview]:
     """Yield the bytes of a tensor of any shape in order, ``PIECE`` at a time, on the host."""
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    flat = bytes_of(tensor)
     for start in range(0, flat.numel(), PIECE):
         yield flat[start : start + PIECE].cpu().numpy().data

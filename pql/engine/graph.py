@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from pql.engine.tape import Tape, tensors_of, undecorated
 from pql.errors import ConfigError, PqlWarning, RunError, first_line
+from pql.types import bytes_of
 
 WARMUP = 3
 
@@ -329,7 +330,7 @@ def same(one: Any, two: Any) -> bool:
     """Return True if two nested dicts of tensors have the same bits; NaN equals NaN."""
 
     def bits(state: Any) -> Iterable[Any]:
-        return [x.contiguous().view(-1).view(torch.uint8) if isinstance(x, Tensor) else x for x in tree_leaves(state)]
+        return [bytes_of(x) if isinstance(x, Tensor) else x for x in tree_leaves(state)]
 
     return all(
         torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(bits(one), bits(two), strict=True)

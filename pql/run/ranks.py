@@ -35,6 +35,7 @@ from pql.errors import ConfigError, HungError, PqlError, RunError, first_line, s
 from pql.nets.mlp import Flat
 from pql.run.components import Parts
 from pql.run.store import checkpoint
+from pql.types import bytes_of
 
 ACTIONS = ("log", "save", "eval", "video", "stop", "interrupt")
 RANK = timedelta(seconds=deadlines.RANK)
@@ -372,4 +373,4 @@ def _trained(state: Any) -> dict[str, Tensor]:
 
 
 def _digest(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+    return hashlib.sha256(bytes_of(tensor).cpu().numpy().tobytes()).hexdigest()

@@ -15,6 +15,8 @@ TENSORS = {
     "a/scalar": torch.tensor(2.5, dtype=torch.float64),
     "view": torch.arange(12.0).view(3, 4)[:, 1:3],
     "transposed": torch.arange(6.0).view(2, 3).t(),
+    "one row": torch.arange(91.0).view(91, 1)[3].double(),
+    "a stride of 91": torch.arange(4.0).as_strided((1,), (91,), 2),
     "none": torch.zeros(0, 3),
     "flags": torch.tensor([True, False, True]),
     "half": torch.randn(3, generator=torch.Generator().manual_seed(0)).half(),
