@@ -239,6 +239,8 @@ def finite_rows(tensors: Iterable[Tensor], like: Tensor) -> Tensor:
     """Return [n] bool: every number of the row is finite in every tensor [n, ...]."""
     good = torch.ones_like(like)
     for tensor in tensors:
+        if not tensor.numel():  # the memory of a network without one
+            continue
         size = tensor.abs()
         size = size.flatten(1).amax(1) if size.dim() > 1 else size
         good &= size < math.inf  # False for NaN, too

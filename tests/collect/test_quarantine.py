@@ -465,6 +465,7 @@ def test_one_bad_number_is_enough():
     values[1, 1, 2], values[2, 0, 0], values[3, 1, 0], more[4] = NAN, INF, -INF, NAN
     assert quarantine.finite_rows((values, more), good).tolist() == [True, False, False, False, False, True]
     assert quarantine.finite_rows((), good).all()
+    assert quarantine.finite_rows((torch.zeros(len(good), 0), values, more), good).sum() == 2  # no memory
     assert not quarantine.all_finite((values[:1],))  # finite, but not its sum: looked at closely
     assert quarantine.all_finite((torch.ones(3), more[:4]))
     seen = torch.zeros(2)

@@ -89,14 +89,17 @@ def shortened(words):
     sweep = ["trials=2", "seeds=1"] if words[0] == "sweep" else []
     one = [re.sub(r"=([^,\[(]+),.*", r"=\1", w) for w in keep[1:] if "=" in w and not re.search(r"\w\(|^multirun", w)]
     algo = compose(["device=cpu", *(w for w in one if not w.startswith("run_dir="))]).algo
+    mixed = any(re.match("algo=.*,", w) for w in keep)
     num_envs = 1 if "num_envs=1" in words else 8
-    more = [f"num_envs={num_envs}", "device=cpu", "eval.episodes=2", "eval.num_envs=2", "budget.seconds=null"]
-    if hasattr(algo, "batch_size"):
+    more = [f"num_envs={num_envs}", "device=cpu", "eval.num_envs=2", "budget.seconds=null"]
+    if hasattr(algo, "batch_size") and not mixed:
         start = algo.warmup_steps if hasattr(algo, "burn_in") else 20
-        more += ["algo.batch_size=8", f"algo.warmup_steps={start}", "replay.capacity=4096"]
+        rows = 2000 if hasattr(algo, "burn_in") else 512
+        more += ["algo.batch_size=8", f"algo.warmup_steps={start}", f"replay.capacity={num_envs * rows}"]
         more += [f"budget.env_steps={num_envs * (start + 30)}"]
     else:
-        more += [f"budget.env_steps={num_envs * getattr(algo, 'horizon', 20) * 3}"]
+        ticks = algo.warmup_steps + max(2 * getattr(algo, "horizon", 20), 120 * mixed)
+        more += [f"budget.env_steps={num_envs * ticks}"]
     names = {w.partition("=")[0] for w in more}
     return [*(w for w in keep if w.partition("=")[0] not in names), *more, *sweep]
 
@@ -114,12 +117,12 @@ def workshop(tmp_path_factory):
         ]
         (folder / f"{name}.py").write_text(text.partition(cut)[0])
     (folder / "my_arm.py").write_text(ARM)
-    (folder / "docs").symlink_to(ROOT / "docs")
+    shutil.copytree(ROOT / "docs" / "policies", folder / "docs" / "policies")
     (folder / "tools").symlink_to(ROOT / "tools")
-    m, no = 100, torch.zeros(100, dtype=torch.bool)
+    m = 100
     recorded = {"obs.policy": torch.randn(m, 17), "action": torch.rand(m, 6), "reward": torch.randn(m)}
-    ends = {"terminated": no, "truncated": no, "next_obs.policy": torch.randn(m, 17)}
-    save_file(recorded | ends, folder / "recorded.safetensors")
+    recorded |= {name: torch.zeros(m, dtype=torch.bool) for name in ("terminated", "truncated")}
+    save_file(recorded | {"next_obs.policy": torch.randn(m, 17)}, folder / "recorded.safetensors")
     with contextlib.chdir(folder):
         for seed, algo in ((1, "pql"), (2, "pql"), (1, "sac")):
             words = f"train task=pendulum algo={algo} seed={seed} run_dir=runs/{algo}-{seed}".split()
@@ -149,8 +152,12 @@ def run(words):
         words = words[3 if words[0] == "taskset" else 1 :]
     if words[0] == "torchrun":
         at = words.index("pql.cli.main") + 1
-        command = [sys.executable, "-m", "torch.distributed.run", *words[1:at], *own_names(shortened(words[at:]))]
-        return subprocess.run([*command, "eval.every_seconds=null"], check=False, timeout=300).returncode
+        rest = shortened(words[at:])
+        if rest[0] == "train":  # the run that the page then resumes
+            shutil.rmtree("runs/x", ignore_errors=True)
+            rest = [*rest, "run_dir=runs/x", "eval.every_seconds=null"]
+        command = [sys.executable, "-m", "torch.distributed.run", *words[1:at], *rest]
+        return subprocess.run(command, check=False, timeout=300).returncode
     if words[0] in ("python", "openssl"):
         words = [sys.executable, *words[1:]] if words[0] == "python" else words
         return subprocess.run(words, check=False, timeout=300, stdout=subprocess.DEVNULL).returncode
@@ -160,6 +167,9 @@ def run(words):
         return interrupted([*words, *(["port=0"] if words[0] == "watch" else [])])
     if words[0] in ("train", "resume", "sweep"):
         words = shortened(words)
+        for word in words:
+            if word.startswith("run_dir=") and words[0] == "train":  # the workshop's own
+                shutil.rmtree(word.partition("=")[2], ignore_errors=True)
     if "task=remote" in words or any(w.startswith("task.remote.") for w in words):
         return with_an_actor(words)
     if words[0] == "actor":  # run beside the learner of its page
