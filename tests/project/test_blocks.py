@@ -2,7 +2,8 @@
 
 Executed here: ``pql list``, ``pql completion`` and the Python blocks in ``EXECUTED``. Executed by other tests:
 ``Drift`` (test_readme), ``Reach`` (test_process), ``NoisyConfig`` (test_contributing), and the pages of wrappers,
-export, networks, logging and of coming from other libraries. Everything else is validated and not run:
+export, networks, logging and of coming from other libraries; commands by ``test_commands_run``. Everything is
+validated, so that a wrong setting is found without running anything:
 
 * ``pql ...``, also after ``taskset``, ``torchrun`` or ``eval``: parsed to the end; every run of ``train`` (with ``-m``
   each one), ``resume``, ``bench`` and ``sweep`` (both ends of each space) is composed and checked, except that files

@@ -83,7 +83,8 @@ GONE = 60  # seconds in which a process ends
 def shortened(words):
     """The words of ``pql train`` or ``resume`` with a small budget, few environments and small batches."""
     keep = [w for w in words if not w.startswith(("budget.", "num_envs=", "trials=", "seeds=", "device="))]
-    keep = [re.sub(r"^(seed|algo|task)=([^,]+,[^,]+),.*", r"\1=\2", w) for w in keep]  # two of each are enough
+    keep = [re.sub(r"^(seed|algo)=([^,]+,[^,]+),.*", r"\1=\2", w) for w in keep]  # two of each are enough
+    keep = [re.sub(r"^(task)=([^,]+),.*", r"\1=\2", w) for w in keep]
     if words[0] == "resume":
         return [*keep, "budget.seconds=null", "budget.env_steps=2000"]
     sweep = ["trials=2", "seeds=1"] if words[0] == "sweep" else []
@@ -160,7 +161,9 @@ def run(words):
         return subprocess.run(command, check=False, timeout=300).returncode
     if words[0] in ("python", "openssl"):
         words = [sys.executable, *words[1:]] if words[0] == "python" else words
-        return subprocess.run(words, check=False, timeout=300, stdout=subprocess.DEVNULL).returncode
+        words, target = (words[:-2], words[-1]) if words[-2:-1] == [">"] else (words, "/dev/null")
+        with open(target, "wb") as out:
+            return subprocess.run(words, check=False, timeout=300, stdout=out).returncode
     assert words[0] == "pql"
     words = own_names(words[1:])
     if words[0] == "watch" or "--browser" in words:

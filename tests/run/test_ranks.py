@@ -368,7 +368,7 @@ def failing(run_dir: str, how: str) -> None:
     run(*words(Path(run_dir), "budget.env_steps=3200", *more))
 
 
-@pytest.mark.fault(6, 28)
+@pytest.mark.fault(6, 28, count=17)
 @pytest.mark.parametrize(
     ("how", "first", "second"),
     [
