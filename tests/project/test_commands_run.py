@@ -99,7 +99,8 @@ def shortened(words):
         more += ["algo.batch_size=8", f"algo.warmup_steps={start}", f"replay.capacity={num_envs * rows}"]
         more += [f"budget.env_steps={num_envs * (start + 30)}"]
     else:
-        ticks = algo.warmup_steps + max(2 * getattr(algo, "horizon", 20), 120 * mixed)
+        more += ["algo.warmup_steps=20"] * mixed
+        ticks = 140 if mixed else algo.warmup_steps + 2 * getattr(algo, "horizon", 20)
         more += [f"budget.env_steps={num_envs * ticks}"]
     names = {w.partition("=")[0] for w in more}
     return [*(w for w in keep if w.partition("=")[0] not in names), *more, *sweep]
