@@ -117,12 +117,18 @@ def tables(rows: list[dict[str, Any]]) -> str:
 
 
 def timed(run: Run) -> list[Point]:
-    """Return the run's curve. Of a run whose time was converted to env steps, ``seconds`` are those of its ``rate``."""
+    """Return the run's curve. Of a run whose time was converted to env steps, ``seconds`` are those of its short run:
+    of its ``clock`` as far as it goes, then at its ``rate``."""
     curve: list[Point] = run.get("curve", [run])
     if "rate" not in run:
         return curve
-    seconds, steps, rate = run["budget"], run["budget_steps"], run["rate"]
-    return [{**point, "seconds": seconds - (steps - point["env_steps"]) / rate} for point in curve]
+    steps, seconds = zip(*run["clock"], strict=True)
+
+    def when(env_steps: int) -> float:
+        beyond = max(0, env_steps - steps[-1]) / run["rate"]
+        return float(np.interp(env_steps, steps, seconds)) + beyond
+
+    return [{**point, "seconds": when(point["env_steps"])} for point in curve]
 
 
 def at(curve: list[Point], axis: str, value: float) -> Point | None:

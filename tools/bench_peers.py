@@ -183,7 +183,7 @@ def collect(args: argparse.Namespace) -> tuple[list[Run], int]:
     for i, job in enumerate(jobs):
         run, new = book.get(job, args.episodes)
         if run is not None:
-            runs.append({**run, "rate": rates[job[:2]].slope} if args.by_steps else run)
+            runs.append({**run, **rates[job[:2]].facts()} if args.by_steps else run)
             if new:
                 say(f"[{i + 1}/{len(jobs)}]", run)
         elif not args.table:
@@ -192,24 +192,28 @@ def collect(args: argparse.Namespace) -> tuple[list[Run], int]:
 
 
 class Rate(NamedTuple):
-    """Speed of a short run: ``env_steps`` after ``seconds``, and from there ``slope`` env steps per second."""
+    """Speed of a short run: its ``clock``, (env steps, seconds) from 0 on, and then ``slope`` env steps per second."""
 
-    seconds: float
-    env_steps: int
+    clock: tuple[tuple[int, float], ...]
     slope: float
 
     def steps(self, seconds: float) -> int:
         """Return the env steps that the contender would make in ``seconds``."""
-        return max(1, round(self.env_steps + self.slope * (seconds - self.seconds)))
+        env_steps, last = self.clock[-1]
+        return max(1, round(env_steps + self.slope * (seconds - last)))
+
+    def facts(self) -> Run:
+        return {"rate": self.slope, "clock": self.clock}
 
 
 def rate_of(run: Run) -> Rate:
     """Return the speed of a short run: of its last part if it has several, after random steps and compilation."""
-    if len(run.get("curve", ())) < 2:
-        return Rate(0.0, 0, run["env_steps"] / run["seconds"])
-    before, end = run["curve"][-2:]
-    slope = (end["env_steps"] - before["env_steps"]) / (end["seconds"] - before["seconds"])
-    return Rate(end["seconds"], end["env_steps"], slope)
+    curve = run.get("curve", ())
+    if len(curve) < 2:
+        return Rate(((0, 0.0),), run["env_steps"] / run["seconds"])
+    clock = [(0, 0.0), *((point["env_steps"], point["seconds"]) for point in curve)]
+    (before, early), (end, late) = clock[-2:]
+    return Rate(tuple(clock), (end - before) / (late - early))
 
 
 def rates_of(book: "Book", jobs: Sequence[Job]) -> dict[tuple[str, str], Rate]:

@@ -220,8 +220,9 @@ def test_curves_are_read_between_evaluations_but_not_outside(report):
     assert report.at(curve, "seconds", 20.0) == curve[-1]
     assert report.at(curve, "seconds", 9.9) is None
     assert report.at(curve, "env_steps", 3001) is None
-    timed = report.timed({"curve": curve, "budget": 60.0, "budget_steps": 3000, "rate": 40.0})
-    assert [point["seconds"] for point in timed] == [10.0, 60.0]  # 2,000 steps before the end: at the rate, no clock
+    clock = ((0, 0.0), (500, 5.0), (1500, 25.0))  # quick random steps first
+    timed = report.timed({"curve": curve, "budget": 62.5, "budget_steps": 3000, "rate": 40.0, "clock": clock})
+    assert [point["seconds"] for point in timed] == [15.0, 25.0 + 1500 / 40]
     assert report.timed({"curve": curve, "budget": 0.0, "budget_steps": 3000}) is curve
 
 
