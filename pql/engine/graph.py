@@ -15,7 +15,8 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, Protocol
+from functools import cache
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Generator, Tensor
@@ -181,6 +182,43 @@ class TooLargeError(Exception):
     """Intermediate results need too much memory."""
 
 
+class Kind(NamedTuple):
+    """A type of TorchScript's."""
+
+    type: Any
+    name: str  # without ``Optional``
+    element: "Kind | None"  # of a list
+
+
+class Argument(NamedTuple):
+    name: str
+    default: Any
+    kind: Kind
+    changed: bool  # by the operation
+
+
+class Signature(NamedTuple):
+    """An operation's schema: reading torch's own is slow, and a body calls few operations many times."""
+
+    name: str
+    arguments: tuple[Argument, ...]
+    returns: tuple[Any, ...]
+    returns_list: bool
+
+
+def kind_of(given: Any) -> Kind:
+    inner = given.getElementType() if given.kind() == "OptionalType" else given
+    return Kind(given, inner.kind(), kind_of(inner.getElementType()) if inner.kind() == "ListType" else None)
+
+
+@cache
+def signature(func: Any) -> Signature:
+    schema = func._schema
+    arguments = (Argument(a.name, a.default_value, kind_of(a.type), a.alias_info is not None) for a in schema.arguments)
+    returns = tuple(result.type for result in schema.returns)
+    return Signature(schema.name, tuple(arguments), returns, [r.kind() for r in returns] == ["ListType"])
+
+
 class Recorded:
     """The operations of a tape as a TorchScript function.
 
@@ -219,19 +257,19 @@ class Recorded:
         return node.output()
 
     def _call(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
-        schema, inputs = func._schema, []
+        schema, inputs = signature(func), []
         for i, argument in enumerate(schema.arguments):
-            given = args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
-            inputs.append(self._argument(given, argument.type))
-            if isinstance(given, list) and argument.alias_info is not None:
+            given = args[i] if i < len(args) else kwargs.get(argument.name, argument.default)
+            inputs.append(self._argument(given, argument.kind))
+            if argument.changed and isinstance(given, list):
                 self.written.append(inputs[-1])
         node = self.graph.create(schema.name, inputs, len(schema.returns))
         self.graph.insertNode(node)
         values = list(node.outputs())
         for value, result in zip(values, schema.returns, strict=True):
-            value.setType(result.type)
+            value.setType(result)
         made = list(out) if isinstance(out, (list, tuple)) else [out]
-        if len(values) == 1 and schema.returns[0].type.kind() == "ListType":
+        if schema.returns_list:
             node = self.graph.create("prim::ListUnpack", values, len(made))
             self.graph.insertNode(node)
             values = list(node.outputs())
@@ -239,35 +277,31 @@ class Recorded:
             if isinstance(tensor, Tensor):
                 self.values[id(tensor)] = value
 
-    def _argument(self, given: Any, kind: Any) -> Any:
+    def _argument(self, given: Any, kind: "Kind") -> Any:
         """Return the graph's value for an argument of the type ``kind``."""
-        inner = kind.getElementType() if kind.kind() == "OptionalType" else kind
         if isinstance(given, Tensor):
             return self._tensor(given)
         if given is None or isinstance(given, (Generator, torch.device, str)):
             return self.graph.insertConstant(given)
-        if inner.kind() == "ListType":
-            return self._list(given if isinstance(given, (list, tuple)) else [given], inner)
-        return self.graph.insertConstant(self._number(given, inner))
+        if kind.element is not None:
+            return self._list(given if isinstance(given, (list, tuple)) else [given], kind.element)
+        return self.graph.insertConstant(self._number(given, kind.name))
 
-    def _list(self, given: Sequence[Any], kind: Any) -> Any:
-        element = kind.getElementType()
-        if given and all(isinstance(g, (bool, int, float)) for g in given) and element.kind() != "NumberType":
-            return self.graph.insertConstant([self._number(g, element) for g in given])
+    def _list(self, given: Sequence[Any], element: "Kind") -> Any:
+        if given and all(isinstance(g, (bool, int, float)) for g in given) and element.name != "NumberType":
+            return self.graph.insertConstant([self._number(g, element.name) for g in given])
         return self._node(
-            "prim::ListConstruct", [self._argument(g, element) for g in given], torch._C.ListType(element)
+            "prim::ListConstruct", [self._argument(g, element) for g in given], torch._C.ListType(element.type)
         )
 
-    def _number(self, given: Any, kind: Any) -> Any:
+    def _number(self, given: Any, kind: str) -> Any:
         if isinstance(given, (torch.dtype, torch.layout, torch.memory_format)):
             if given not in CODES:
                 raise UnsupportedError(f"a program cannot hold {given}")
             return CODES[given]
         if not isinstance(given, (bool, int, float)):
             raise UnsupportedError(f"a program cannot hold a {type(given).__name__}")
-        convert: Callable[[Any], Any] = {"FloatType": float, "BoolType": bool, "IntType": int}.get(
-            kind.kind(), type(given)
-        )
+        convert: Callable[[Any], Any] = {"FloatType": float, "BoolType": bool, "IntType": int}.get(kind, type(given))
         return convert(given)
 
     def _tensor(self, tensor: Tensor) -> Any:

@@ -9,6 +9,7 @@ Does not depend on environments, networks or workers.
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -26,9 +27,17 @@ INDEXING = ("index", "index_put", "index_put_")
 
 def waits(func: Any, args: Sequence[Any]) -> bool:
     """Return True if an operation makes the host wait for a device: its shape or result depends on values."""
-    if func.overloadpacket.__name__ in INDEXING:
+    indexes, depends = _about(func)
+    if indexes:
         return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
-    return not {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}.isdisjoint(func.tags)
+    return depends
+
+
+@cache
+def _about(func: Any) -> tuple[bool, bool]:
+    """Return whether an operation indexes, and whether its shape or result depends on values by its tags."""
+    depends = not {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}.isdisjoint(func.tags)
+    return func.overloadpacket.__name__ in INDEXING, depends
 
 
 class NoWaiting(TorchDispatchMode):
@@ -116,13 +125,18 @@ class Tape(TorchDispatchMode):
         """Run all operations again on the current contents of memory."""
         with torch.no_grad():
             for func, args, kwargs, made in self.calls:
-                for old, value in zip(tensors_of(made), tensors_of(func(*args, **kwargs)), strict=True):
+                again = func(*args, **kwargs)
+                if again is made:  # written in place
+                    continue
+                for old, value in zip(tensors_of(made), tensors_of(again), strict=True):
                     if old.untyped_storage().data_ptr() != value.untyped_storage().data_ptr():
                         old.copy_(value)
 
 
 def tensors_of(out: Any) -> list[Tensor]:
     """Return the tensors in an operation's result."""
+    if isinstance(out, Tensor):
+        return [out]
     return [t for t in tree_leaves(out) if isinstance(t, Tensor)]
 
 
