@@ -171,6 +171,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             terminalreporter.write_line("\n".join(["", head, *(f"  {row}" for row in rows)]))
 
 
+def pytest_collection_finish() -> None:
+    """What is imported and collected stays: no later garbage collection need look at a million objects again."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Item]) -> list[str]:
     return [*fault_rows.listed(items)] if config.option.markexpr == "fault" else []
 
