@@ -51,8 +51,8 @@ train: setup
 
 # Two processes: most tests need one core. Without the robots' models their tasks' tests are skipped.
 test: setup warp robots
-	$(BIN)/pytest -n 2 --nbmake --nbmake-timeout 300 examples/notebooks
-	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n 2 --nbmake --nbmake-timeout 300 examples/notebooks
+	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n 2 --dist loadfile $(ARGS)
 
 # The fault matrix at its full counts (up to 90 minutes, resumable): make faults ROWS=12,20-24 for some rows, FRESH=1 to
 # forget earlier outcomes. Writes docs/results/faults.md.
