@@ -219,6 +219,11 @@ def signature(func: Any) -> Signature:
     return Signature(schema.name, tuple(arguments), returns, [r.kind() for r in returns] == ["ListType"])
 
 
+def outputs(node: Any, count: int) -> list[Any]:
+    """Return a node's outputs by number: torch's iterator ends with an exception of C++, the slowest step of all."""
+    return [node.outputsAt(i) for i in range(count)]
+
+
 class Recorded:
     """The operations of a tape as a TorchScript function.
 
@@ -265,14 +270,14 @@ class Recorded:
                 self.written.append(inputs[-1])
         node = self.graph.create(schema.name, inputs, len(schema.returns))
         self.graph.insertNode(node)
-        values = list(node.outputs())
+        values = outputs(node, len(schema.returns))
         for value, result in zip(values, schema.returns, strict=True):
             value.setType(result)
         made = list(out) if isinstance(out, (list, tuple)) else [out]
         if schema.returns_list:
             node = self.graph.create("prim::ListUnpack", values, len(made))
             self.graph.insertNode(node)
-            values = list(node.outputs())
+            values = outputs(node, len(made))
         for tensor, value in zip(made, values, strict=False):  # none is listed for an operation without a result
             if isinstance(tensor, Tensor):
                 self.values[id(tensor)] = value
