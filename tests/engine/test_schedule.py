@@ -38,9 +38,9 @@ def run(config, executor, ticks=TICKS):
 @pytest.mark.parametrize("algo", ALGOS)
 @pytest.mark.fault(27)
 def test_every_worker_order_and_threads_give_the_same_bits(algo):
-    """Variants are compared over fewer ticks order by order: nothing is left to chance there, as it is on threads."""
+    """Orders are compared over fewer ticks than threads, for nothing is left to chance there."""
     config, total = small_config(algo=ALGOS[algo]), TICKS if algo == "pql" else FEW
-    few = TICKS if algo == "pql" else FEW // 2
+    few = FEW if algo == "pql" else FEW // 2
     parts = run(config, Inline(ORDERS[0]), few)
     early = bits(parts)
     for order in ORDERS[1:]:
