@@ -3,7 +3,6 @@
 import random
 from collections import Counter as Tally
 
-import pytest
 import torch
 from oracles import Event, n_step
 
