@@ -59,6 +59,11 @@ def parse_override(key: str, text: str) -> Any:
         raise ConfigError(key, text, "a value such as 3, 0.5, true, null, [64,64], or text in quotes") from error
 
 
+PLAIN = re.compile(r"(?P<int>0|-?[1-9][0-9]*)|true|false|null|(?!(?:true|false|null|nan|inf)$)[a-z_][a-z0-9_]*")
+"""Values whose meaning in Hydra's grammar is plain: its parser takes milliseconds for each."""
+NAMED = {"true": True, "false": False, "null": None}
+
+
 def parse_word(word: str, text_keys: Sequence[str] = ()) -> tuple[str, Any]:
     """Parse ``key=value`` with Hydra's grammar; values of ``text_keys`` need no quotes.
 
@@ -68,6 +73,8 @@ def parse_word(word: str, text_keys: Sequence[str] = ()) -> tuple[str, Any]:
     key, text = split_word(word)
     if key in text_keys and text != "null" and text[0] not in "'\"":
         return key, text
+    if (plain := PLAIN.fullmatch(text)) is not None:
+        return key, int(text) if plain["int"] else NAMED.get(text, text)
     override = parse_override(key, text)
     if override.is_sweep_override():
         raise ConfigError(key, text, f"a single value{SEVERAL}")

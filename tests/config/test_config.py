@@ -9,7 +9,7 @@ from run_files import mutate, words
 
 from pql.config import Config, from_dict, leaves, to_dict
 from pql.config.algorithms import RECORDS
-from pql.config.compose import compose, known_settings, parse_word
+from pql.config.compose import compose, known_settings, parse_override, parse_word
 from pql.config.fields import condition_text, settings
 from pql.config.files import read_yaml
 from pql.config.layers import GROUPS, Presets
@@ -537,3 +537,13 @@ def test_the_default_algorithm_follows_the_scale(scale, algo):
     assert compose(["device=cpu", f"scale={scale}"]).algo.name == algo
     assert compose(["device=cpu", f"scale={scale}", "algo=sac"]).algo.name == "sac"
     assert compose(["device=cpu"]).algo.name == "pql2"
+
+
+WORDS = "0 1 -1 -0 007 1_000 +5 true false null True NULL nan inf a _b a1 1a a.b truex nullable infx on yes"
+
+
+@pytest.mark.parametrize("text", WORDS.split())
+def test_plain_values_are_read_as_by_the_grammar(text):
+    (_, read), meant = parse_word(f"k={text}"), parse_override("k", text).value()
+    assert type(read) is type(meant)
+    assert repr(read) == repr(meant)
