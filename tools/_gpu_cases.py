@@ -278,7 +278,7 @@ def atari_rows(bench: Callable[[Any], list[Row]], args: Any) -> Found:
 
 
 def atari_arguments(args: Any) -> argparse.Namespace:
-    num_envs, batches, threads = (4, [8], 1) if args.smoke else (256, [32, 512], available_cores())
+    num_envs, batches, threads = (2, [8], 1) if args.smoke else (256, [32, 512], available_cores())
     return argparse.Namespace(
         game="pong",
         num_envs=num_envs,

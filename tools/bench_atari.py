@@ -219,7 +219,7 @@ def learning(args: Any) -> list[dict[str, Any]]:
 
 
 def update_rows(args: Any, batch: int) -> list[dict[str, Any]]:
-    parts = ready(make_config(args, 8, batch))
+    parts = ready(make_config(args, 2 if args.smoke else 8, batch))
     for worker in parts.first.workers.values():  # fills private copies and cursors
         worker.run(1)
     one, job = parts.first.learners["v"], parts.first.jobs["v"]
@@ -247,7 +247,7 @@ def update_rows(args: Any, batch: int) -> list[dict[str, Any]]:
 
 def training(args: Any) -> list[dict[str, Any]]:
     """Compare acting and learning together with Stable-Baselines3."""
-    num_envs = 4 if args.smoke else PEER
+    num_envs = 2 if args.smoke else PEER
     runs = {name: ready(make_config(args, num_envs, num_envs, g)) for name, g in GROUPS.items()}
     frames = SKIP * num_envs
     fns = {k: per_second(p.schedule.tick, frames * p.counts.horizon, args) for k, p in runs.items()}
@@ -312,7 +312,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     measuring(parser, seconds=2.0)
     args = parser.parse_args(argv)
     if args.smoke:
-        args.num_envs, args.batches, args.rounds, args.seconds, args.threads = 4, [8], 1, 0.01, 1
+        args.num_envs, args.batches, args.rounds, args.seconds, args.threads = 2, [8], 1, 0.01, 1
     print(f"threads: {args.threads}, of the simulator and intra-op")
     report([row for case in args.cases for row in CASES[case](args)], args.json)
 
