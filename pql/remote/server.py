@@ -98,6 +98,7 @@ class ActorServer:
         self.tables: dict[str, SlotTable | None] = {"train": table, "eval": evaluation}
         self.token, self.facts, self.known = token, dict[str, Any](), threading.Event()
         self.tell = tell or say_server
+        self._trims = 0  # still to come
         self.credentials = check_safe(address, token, cert, key)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="pql-remote-server", daemon=True)
@@ -164,8 +165,21 @@ class ActorServer:
         except tuple(REFUSALS) as error:
             status, why = REFUSALS[type(error)], str(error)
         # Here the error is gone, and with it its traceback, which holds the message.
-        self._loop.call_later(1.0, return_memory)
+        self._return_memory_soon()
         await context.abort(status, why)
+
+    def _return_memory_soon(self) -> None:
+        """Return memory to the system a few times in the next seconds, however many streams are refused meanwhile: gRPC
+        frees a message when it closes the connection, on a busy machine seconds later."""
+        idle, self._trims = not self._trims, 4
+        if idle:
+            self._loop.call_later(1.0, self._return_memory)
+
+    def _return_memory(self) -> None:
+        return_memory()
+        self._trims -= 1
+        if self._trims:
+            self._loop.call_later(2.0, self._return_memory)
 
     async def _check_token(self, context: grpc.aio.ServicerContext) -> None:
         if self.token is None:
