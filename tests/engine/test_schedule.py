@@ -359,7 +359,7 @@ def behind_a_slow_worker(slow, count):
         real(count)
 
     worker.job = late
-    ticks(parts, max(20, count // 10))  # a long one until the ring is full: its pages are taken as it fills
+    ticks(parts, max(20, count // 2))  # until heap and ring have their size
     (size, objects), before, begun = resident(), parts.counters(), time.monotonic()
     for _ in range(count):
         parts.schedule.tick()
