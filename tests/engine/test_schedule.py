@@ -1,5 +1,6 @@
 """Schedules: exact ratios, exact staleness, and the same bits with and without concurrency."""
 
+import ctypes
 import gc
 import itertools
 import multiprocessing
@@ -359,7 +360,7 @@ def behind_a_slow_worker(slow, count):
         real(count)
 
     worker.job = late
-    ticks(parts, max(20, count // 2))  # until heap and ring have their size
+    ticks(parts, max(20, count // 10))  # a long one until the ring is full: its pages are taken as it fills
     (size, objects), before, begun = resident(), parts.counters(), time.monotonic()
     for _ in range(count):
         parts.schedule.tick()
@@ -376,5 +377,6 @@ def behind_a_slow_worker(slow, count):
 def resident():
     """Return the resident memory of this process in bytes, and its number of Python objects."""
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what is free but kept by the allocator comes and goes by megabytes
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE"), len(gc.get_objects())
