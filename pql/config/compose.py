@@ -5,6 +5,7 @@ Hydra's grammar is used here and in ``space.py`` alone, and imported only when c
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ from pql.config import AlgoConfig, Config, from_dict, leaves, to_dict
 from pql.config.algorithms import RECORDS
 from pql.config.families import record_of, registered
 from pql.config.fields import condition_text, instead_of, is_read, settings, types_of
+from pql.config.files import walk
 from pql.config.large_batch import large_batch
 from pql.config.layers import GROUPS, Layer, Presets
 from pql.config.schema import nested
@@ -285,31 +287,53 @@ def merge_layers(layers: Sequence[Layer], given: Mapping[str, Any]) -> Config:
     Args:
         given: settings of the last layer, the command line, by name.
     """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
     schema = {k: v for k, v in to_dict(Config()).items() if k != "algo"}
-    *below, words = (OmegaConf.create(layer.tree) for layer in layers)
-    try:
-        presets = OmegaConf.merge(OmegaConf.create(schema), *below)
-        algo = cast(Mapping[str, Any], OmegaConf.select(presets, "algo"))
-        for name, value in given.items():
-            if name.startswith("algo."):
-                check_known(record_of({**algo}), name, value, str(algo.get("name", "?")))
-        data = OmegaConf.to_container(OmegaConf.merge(presets, words), resolve=True)
-    except OmegaConfBaseException as error:
-        key = error.full_key or "override"
-        raise ConfigError(key, given.get(key), f"a value ({str(error).splitlines()[0]})") from error
-    assert isinstance(data, dict)
+    *below, words = (layer.tree for layer in layers)
+    presets = reduce(overlaid, below, schema)
+    algo = resolved(presets, given)["algo"]
+    for name, value in given.items():
+        if name.startswith("algo."):
+            check_known(record_of({**algo}), name, value, str(algo.get("name", "?")))
+    data = resolved(overlaid(presets, words), given)
     for layer in layers[:-1]:
         check_nested(layer.tree, layer.source)
     try:
-        return validate(from_dict({str(k): v for k, v in data.items()}))
+        return validate(from_dict(data))
     except ConfigError as error:
         files = [layer.source for layer in layers[:-1] if has(layer.tree, error.setting)]
         if error.setting in given or not files:
             raise
         raise ConfigError(error.setting, error.value, f"{error.allowed}; it is in {files[-1]}") from error
+
+
+def overlaid(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``below`` with the values of ``above``; mappings that both have are merged."""
+    merged = {str(k): v for k, v in below.items()}
+    for key, value in above.items():
+        base = merged.get(str(key))
+        both = isinstance(base, Mapping) and isinstance(value, Mapping)
+        merged[str(key)] = overlaid(base, value) if both else value  # type: ignore[arg-type]
+    return merged
+
+
+def resolved(tree: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with their interpolations (``${budget.env_steps}``) replaced by values.
+
+    Args:
+        given: settings of the command line by name, for messages.
+    Raises:
+        ConfigError: an interpolation that cannot be resolved.
+    """
+    if not any(isinstance(value, str) and "${" in value for _, value in walk(tree)):
+        return tree  # OmegaConf is slow
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.create(tree), resolve=True))
+    except OmegaConfBaseException as error:
+        key = error.full_key or "override"
+        raise ConfigError(key, given.get(key), f"a value ({str(error).splitlines()[0]})") from error
 
 
 def check_nested(tree: Mapping[str, Any], source: str, inner: bool = False) -> None:

@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -233,8 +234,12 @@ def versions() -> dict[str, str]:
     return {name: version for name in PACKAGES if (version := _version(name))}
 
 
+@cache
 def git_state() -> dict[str, Any]:
-    """Return commit and dirty flag of this package's source; None if it is not a git checkout."""
+    """Return commit and dirty flag of this package's source; None if it is not a git checkout.
+
+    Of this process's first run: later changes of the source are not what is running.
+    """
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *words]
@@ -248,6 +253,7 @@ def git_state() -> dict[str, Any]:
         return {"commit": None, "dirty": None}
 
 
+@cache
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
@@ -266,7 +272,8 @@ def _read_words(path: Path) -> list[str]:
 def _write_yaml(path: Path, data: Any) -> None:
     import yaml
 
-    _write(path, yaml.safe_dump(data, sort_keys=False))
+    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+    _write(path, yaml.dump(data, Dumper=dumper, sort_keys=False))
 
 
 def _write_config(run_dir: Path, config: Config) -> None:
