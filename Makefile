@@ -54,6 +54,10 @@ test: setup warp robots
 	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n 2 --nbmake --nbmake-timeout 300 examples/notebooks
 	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n 2 --dist loadfile $(ARGS)
 
+# Every case of every test (an hour on two slow cores); make test runs a sample of the cases that differ least.
+test-all: setup warp robots
+	$(BIN)/pytest -n 2 --dist loadfile -m "slow or not slow" --timeout 1800 $(ARGS)
+
 # The fault matrix at its full counts (up to 90 minutes, resumable): make faults ROWS=12,20-24 for some rows, FRESH=1 to
 # forget earlier outcomes. Writes docs/results/faults.md.
 faults: setup
