@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 EXTRAS := mujoco,gymnasium,atari,remote,tensorboard,wandb,peers,report,sweep,export,video,docs,dev
 
 .NOTPARALLEL:
-.PHONY: setup robots warp peers train test faults test-warp test-adapters check docs clean
+.PHONY: setup robots warp peers train test test-all faults test-warp test-adapters check docs clean
 
 setup: $(STAMP)
 
