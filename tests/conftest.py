@@ -114,10 +114,19 @@ HERE_TOO = pytest.mark.parametrize("machine", [CUDA, "stand-in"], indirect=True)
 """On a CUDA device if there is one, and on a stand-in (``stand_in.py``)."""
 
 
-def everywhere(cases: dict[str, Any], here: Iterable[str] = (), name: str = "algo") -> pytest.MarkDecorator:
-    """Parametrise over every case on a CUDA device, and those named in ``here`` also on a stand-in."""
+def everywhere(
+    cases: dict[str, Any], here: Iterable[str] = (), name: str = "algo", slowly: Iterable[str] = ()
+) -> pytest.MarkDecorator:
+    """Parametrise over every case on a CUDA device, and those named in ``here`` also on a stand-in.
+
+    Args:
+        slowly: more cases on a stand-in, marked slow.
+    """
     there = [pytest.param("cuda", v, id=f"{k}-cuda", marks=CUDA.marks) for k, v in cases.items()]
-    pretended = [pytest.param("stand-in", cases[k], id=f"{k}-stand-in") for k in here]
+    pretended = [
+        pytest.param("stand-in", cases[k], id=f"{k}-stand-in", marks=() if k in here else pytest.mark.slow)
+        for k in dict.fromkeys([*here, *slowly])
+    ]
     return pytest.mark.parametrize(("machine", name), [*there, *pretended], indirect=["machine"])
 
 
@@ -212,7 +221,9 @@ def threads_left() -> Callable[[], list[str]]:
     return lambda: [t.name for t in threading.enumerate() if t.name.startswith("pql-") and t not in before]
 
 
+# Without graphs: to build them takes longer than the few ticks of most tests.
 SMALL: dict[str, Any] = {
+    "graphs": "off",
     "task": {"name": "pendulum"},
     "num_envs": 8,
     "device": "cpu",

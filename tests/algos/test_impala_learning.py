@@ -24,6 +24,7 @@ def catch(name, count, seed):
     return reached
 
 
+@pytest.mark.slow
 def test_a_cart_pole_is_balanced_with_the_preset(learns):
     learns(balance, 450)  # of 500
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from conftest import fit, small_config, start
 from gates import score, train_until
+from sampling import sample
 
 from pql.engine.executors import Inline
 from pql.envs.toy import LQR
@@ -11,6 +12,7 @@ from pql.envs.toy import LQR
 LQR_RUN = {
     "task": {"name": "lqr", "kwargs": {"stagger": True}},
     "num_envs": 32,
+    "graphs": "auto",
     "replay": {"capacity": 100_000},
     "algo": {
         "gamma": 0.9,
@@ -27,7 +29,7 @@ LQR_RUN = {
 }
 
 
-@pytest.mark.parametrize("schedule", ["concurrent", "lockstep"])
+@pytest.mark.parametrize("schedule", sample(["concurrent", "lockstep"], keep=["concurrent"]))
 def test_the_critic_converges_to_the_regulators_closed_form(schedule, learns):
     learns(lambda seed: closeness_to_the_closed_form(schedule, seed), 0.95)
 
@@ -56,6 +58,7 @@ def closeness_to_the_closed_form(schedule, seed):
 
 PENDULUM = {
     "num_envs": 32,
+    "graphs": "auto",
     "replay": {"capacity": 200_000},
     "task": {"reward_scale": 0.1, "kwargs": {"stagger": True}},
     "algo": {
@@ -84,7 +87,7 @@ ALGOS = {
 }
 
 
-@pytest.mark.parametrize("algo", ALGOS)
+@pytest.mark.parametrize("algo", sample(ALGOS, keep=["pql", "pql_sac", "td3"]))
 def test_every_algorithm_swings_the_pendulum_up(algo, learns):
     learns(lambda seed: swing_up(algo, seed), -200)  # the best possible is about -150
 

@@ -10,6 +10,7 @@ import torch
 from conftest import bits, differences, go_on, small_config, start
 from dqn_runs import EVERY_VARIANT, PIXELS, VARIANTS, config_of
 from run_files import manifest, points, resume, rows, words
+from sampling import sample
 
 import pql
 from pql.algos.value import GATHERED, target_updates, update_shares, value_counts
@@ -26,7 +27,7 @@ from pql.run.policy import fresh_policy, load_policy, snapshot
 from pql.run.session import Session
 from pql.run.store import checkpoint
 
-TICKS = 60
+TICKS = 25
 
 
 def run(config, executor=None, ticks=TICKS):
@@ -36,15 +37,15 @@ def run(config, executor=None, ticks=TICKS):
 # -- determinism ------------------------------------------------------------------------------------------------------
 
 
-@EVERY_VARIANT
+@pytest.mark.parametrize("variant", sample(VARIANTS, keep=["dqn", "btr", "ape-x"]))
 def test_two_runs_have_the_same_bits_and_another_seed_has_not(variant):
-    one, two = (bits(run(config_of(variant))) for _ in range(2))
+    one, two = (bits(run(config_of(VARIANTS[variant]))) for _ in range(2))
     assert differences(one, two) == []
-    other = bits(run(config_of(variant, {"seed": 4, "task": {}}), ticks=5))
+    other = bits(run(config_of(VARIANTS[variant], {"seed": 4, "task": {}}), ticks=5))
     assert "collector/replay/0/action" in differences(one, other)
 
 
-@pytest.mark.parametrize("variant", ["prioritized", "rainbow", "ape-x"])
+@pytest.mark.parametrize("variant", sample(["prioritized", "rainbow", "ape-x"], keep=["rainbow", "ape-x"]))
 def test_concurrent_workers_give_the_same_bits_in_any_order_and_on_threads(variant):
     config = config_of(VARIANTS[variant], {"schedule": "concurrent"})
     reference = bits(run(config, Inline(("collector", "v"))))
@@ -227,11 +228,11 @@ RESIDUAL = (  # BTR with images, and vectors of the spectral norm
 
 
 @pytest.mark.fault(14, count=10)
-@pytest.mark.parametrize("algo", FAMILY)
+@pytest.mark.parametrize("algo", sample(FAMILY, keep=["dqn", "btr", "apex"]))
 def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, algo, trial):
     more = (*(RESIDUAL if algo == "btr" else ()), f"seed={trial}")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    steps = [16 * (8 + 2 * n) for n in (60, 120)]
+    steps = [16 * (8 + 2 * n) for n in (30, 60)]
     train(whole, f"algo={algo}", *more, f"budget.env_steps={steps[1]}")
     assert train(parts, f"algo={algo}", *more, f"budget.env_steps={steps[0]}").env_steps == steps[0]
     second = resume(parts, f"budget.env_steps={steps[1]}")
@@ -239,7 +240,7 @@ def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, algo, tri
     assert differences(a, b) == []
     assert facts_a["sha256"] == facts_b["sha256"]
     assert any("priorities/tree" in k for k in a) == (algo in ("rainbow", "eps_rainbow", "apex", "btr"))
-    assert (second.updates_v, second.updates_p) == (120, 0)
+    assert (second.updates_v, second.updates_p) == (60, 0)
 
 
 def test_a_run_writes_what_every_run_writes(tmp_path):
@@ -347,13 +348,12 @@ def test_an_exported_policy_agrees(tmp_path):
     from pql.run.export.writer import export_policy
 
     train(tmp_path / "run", "algo=rainbow", "budget.env_steps=600")
-    out = export_policy(tmp_path / "run", tmp_path / "out")
+    (file,) = export_policy(tmp_path / "run", tmp_path / "out", ("pt2",)).files.values()  # below also as ONNX
     live, obs = load_policy(tmp_path / "run"), torch.randn(50, 4)
-    for file in out.files.values():
-        assert (load_policy(file)(obs) == live(obs)).float().mean() > 0.95
+    assert (load_policy(file)(obs) == live(obs)).float().mean() > 0.95
 
 
-@pytest.mark.parametrize("kind", ["resnet", "hadamax"])
+@pytest.mark.parametrize("kind", sample(["resnet", "hadamax"], keep=["resnet"]))
 def test_an_exported_encoder_has_plain_convolutions(tmp_path, kind):
     """Without the singular vectors; the actions of all frames are those of the live policy."""
     pytest.importorskip("onnxruntime")

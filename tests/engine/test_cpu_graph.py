@@ -11,6 +11,7 @@ from conftest import bits, differences, small_config, start, ticks
 from families import FAMILIES
 from torch import Generator, nn
 
+from pql.config import Config
 from pql.engine import graph as graphs
 from pql.engine.executors import Inline
 from pql.engine.graph import CpuGraph, Recorded, make_graph
@@ -222,7 +223,7 @@ def test_off_means_eager():
 
 
 def test_small_runs_are_captured_by_default():
-    parts = start(small_config(), Inline())
+    parts = start(small_config(graphs=Config().graphs), Inline())
     assert all(isinstance(job.graph.graph, Recorded) for job in parts.first.jobs.values())
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import FLASH, MODERN, bits, differences, go_on, small_config, start, ticks
+from sampling import sample
 from stand_in import RecordingStreams
 
 from pql.engine.executors import Inline, Threads
@@ -21,7 +22,7 @@ from pql.engine.schedule import Trace, tick_counts
 from pql.errors import ConfigError, RunError
 
 ORDERS = list(itertools.permutations(("collector", "v", "p")))
-TICKS, FEW = 200, 60
+TICKS, FEW = 100, 24
 ALGOS = {
     "pql": {},
     "pql_d": {"critic": {"hidden": [16], "atoms": 11, "v_min": -50.0, "v_max": 0.0}},
@@ -38,7 +39,7 @@ def run(config, executor, ticks=TICKS):
     return go_on(start(config, executor), ticks)
 
 
-@pytest.mark.parametrize("algo", ALGOS)
+@pytest.mark.parametrize("algo", sample(ALGOS, keep=["pql", "pql_sac", "batch norm"]))
 @pytest.mark.fault(27)
 def test_every_worker_order_and_threads_give_the_same_bits(algo):
     """Orders are compared over fewer ticks than threads, for nothing is left to chance there."""

@@ -84,7 +84,7 @@ class Counted(Pendulum):
         return super().step(action)
 
 
-SMALL = {"task": {"kwargs": {"max_episode_steps": 9, "stagger": True}}}
+SMALL = {"graphs": "auto", "task": {"kwargs": {"max_episode_steps": 9, "stagger": True}}}
 
 
 @pytest.mark.parametrize("machine", ["stand-in"], indirect=True)
@@ -113,7 +113,7 @@ def test_a_declared_step_is_in_the_collectors_graph(machine):
 @pytest.mark.parametrize("machine", ["stand-in"], indirect=True)
 @pytest.mark.parametrize("why", ["undeclared", "off"])
 def test_other_steps_stay_outside(machine, why):
-    config = small_config(**SMALL, graphs="off" if why == "off" else "auto")
+    config = small_config(**SMALL | {"graphs": "off" if why == "off" else "auto"})
     env = Counted(config.num_envs)
     env.capturable = why != "undeclared"
     parts = build(config, env)

@@ -48,6 +48,7 @@ CYCLES = 200_000_000  # of the device's clock: about a tenth of a second
 ORDERS = list(itertools.permutations(("collector", "v", "p")))
 BASE = {
     "task": {"name": "cartpole_swingup", "kwargs": {"max_episode_steps": 7, "stagger": True}},
+    "graphs": "auto",
     "device": DEVICE,
     "num_envs": 256,
     "replay": {"capacity": 65536},
@@ -172,7 +173,7 @@ class Ordered(Streams):
 # -- graphs -----------------------------------------------------------------------------------------------------------
 
 
-@everywhere(ALGOS, ALGOS)
+@everywhere(ALGOS, ("pql", "pql_d", "batch norm"), slowly=ALGOS)
 @pytest.mark.fault(26)
 def test_captured_updates_equal_eager_ones_on_fresh_batches(algo):
     captured, eager = (start(gpu_config(algo=algo, graphs=g)) for g in ("on", "off"))
@@ -196,7 +197,7 @@ def test_captured_updates_equal_eager_ones_on_fresh_batches(algo):
         assert all(torch.equal(one[k], other[k]) for k in one)
 
 
-@everywhere(BOTH, BOTH)
+@everywhere(BOTH, ("pql", "modern", "ppo", "reppo"), slowly=BOTH)
 @pytest.mark.fault(26)
 def test_a_captured_run_equals_an_eager_one(algo):
     captured, eager = (run(gpu_config(algo=algo, graphs=g), ticks=TICKS) for g in ("on", "off"))
@@ -233,7 +234,7 @@ def test_groups_by_turns_are_captured_each(algo):
         assert differences(serial, run(replace(config, graphs=graphs), TICKS, env=Turns(config))) == [], graphs
 
 
-@everywhere(BOTH, FEW)
+@everywhere(BOTH, ("pql_sac", "ppo"), slowly=FEW)
 def test_what_is_not_finite_is_left_out_by_a_graph_too(algo):
     config = gpu_config(algo=algo, task={"kwargs": {"max_episode_steps": 1000}})
     late, ticks = (config.num_envs * 200) // 256, 2 * TICKS

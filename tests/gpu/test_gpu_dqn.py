@@ -40,6 +40,7 @@ def _place(machine, monkeypatch):
 
 def gpu_config(*changes, **settings):
     device = {
+        "graphs": "auto",
         "num_envs": 64,
         "replay": {"capacity": 16384},
         "placement": {"executor": "auto"},
@@ -49,7 +50,7 @@ def gpu_config(*changes, **settings):
     return replace(config_of(*changes, period, device), device=DEVICE, **settings)
 
 
-@everywhere(CASES, HERE, "case")
+@everywhere(CASES, ("prioritized", "btr, pixels"), "case", slowly=HERE)
 def test_a_captured_run_equals_an_eager_one(case):
     ticks = 20 if DEVICE == "cuda" else 4
     captured, eager = (run(gpu_config(*case, graphs=g), ticks) for g in ("on", "off"))

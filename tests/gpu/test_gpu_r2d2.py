@@ -29,6 +29,7 @@ def _place(machine, monkeypatch):
 
 def gpu_config(*changes, **settings):
     sizes = {
+        "graphs": "auto",
         "num_envs": 64,
         "replay": {"capacity": 64 * 60},
         "placement": {"executor": "auto"},

@@ -12,7 +12,7 @@ from conftest import merge, small_config, start
 from pql.engine.tape import Count
 from pql.envs.classic import CartpoleSwingup
 
-SWINGUP = {"task": {"name": "cartpole_swingup", "kwargs": {"stagger": True}}, "num_envs": 4}
+SWINGUP = {"task": {"name": "cartpole_swingup", "kwargs": {"stagger": True}}, "num_envs": 4, "graphs": "auto"}
 CRITIC, POLICY = ({"hidden": [8, 8, 8]} for _ in range(2))
 PPO = {"family": "ppo", "schedule": "lockstep", "horizon": 4, "epochs": 1, "minibatches": 2}
 RUNS = {
