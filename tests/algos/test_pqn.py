@@ -306,7 +306,9 @@ def test_a_rollout_that_does_not_fit_is_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("task", "count", "before", "enough"),
     [
-        ("catch", 90, -0.2, 0.9),  # of 1; chasing what the newest frame shows gives -0.5
+        pytest.param(
+            "catch", 90, -0.2, 0.9, marks=pytest.mark.slow
+        ),  # of 1; chasing what the newest frame shows gives -0.5
         ("cartpole", 90, 400, 450),  # of 500
     ],
 )

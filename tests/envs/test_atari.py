@@ -71,16 +71,16 @@ def test_the_specification_needs_no_simulator():
     "kwargs",
     [
         {"max_episode_steps": 60},
-        {"max_episode_steps": 60, "autoreset": "next_step"},
-        {"max_episode_steps": 100, "life_loss": True},
+        pytest.param({"max_episode_steps": 60, "autoreset": "next_step"}, marks=pytest.mark.slow),
+        pytest.param({"max_episode_steps": 100, "life_loss": True}, marks=pytest.mark.slow),
         {"max_episode_steps": 100, "life_loss": True, "autoreset": "next_step"},
         {"max_episode_steps": 40, "game": "pong", "noop_max": 0, "sticky": 0.25, "full_actions": True, "groups": 2},
     ],
 )
 def test_conforms(atari, kwargs, summary_tables):
-    env, life_loss = atari(4, **kwargs), kwargs.get("life_loss", False)
+    env, life_loss = atari(2, **kwargs), kwargs.get("life_loss", False)
     kwargs = {"game": "breakout", **kwargs}
-    report = check_env(env, 130 if life_loss else 90, described=find_factory("atari").describe(4, "cpu", **kwargs))
+    report = check_env(env, 130 if life_loss else 90, described=find_factory("atari").describe(2, "cpu", **kwargs))
     summary_tables.conformance(report)
     assert report.ok, report
     untested = {r.name for r in report.results if r.ok is None}
