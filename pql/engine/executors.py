@@ -170,6 +170,7 @@ class Threads:
 
     def _check_hung(self, waiting: set[str]) -> None:
         if late := sorted(n for n in waiting if self.due[n] <= time.monotonic()):
+            self.failed = True
             raise hung(", ".join(late), self._limit(late[0]))
 
     def exclusive(self) -> AbstractContextManager[None]:

@@ -318,6 +318,19 @@ def test_inline_workers_take_their_jobs_in_turn():
 
 
 @pytest.mark.fault(7)
+def test_a_hang_starts_no_more_jobs():
+    """Other workers finish their job and take none of those that are left."""
+    executor, release, done, jobs = Threads(("a", "b"), watchdog=0.3), threading.Event(), [], iter(range(200))
+    shared = supply("b", 0.02, jobs, done)
+    with pytest.raises(RunError, match=r"worker a has not finished its tick in 0\.3 s"):
+        executor.share({"a": iter((partial(release.wait, 20),)), "b": shared})
+    release.set()
+    executor.close()
+    assert not any(thread.is_alive() for thread in executor.threads.values())
+    assert len(done) < 100
+    assert next(jobs) in (len(done), len(done) + 1)  # one may have been taken when the run was given up
+
+
 def test_whoever_waits_for_others_does_not_hang_and_has_its_time_afterwards():
     executor, release = Threads(("busy", "patient"), watchdog=0.5), threading.Event()
 
