@@ -8,6 +8,7 @@ import torch
 from conftest import bits, differences, merge, small_config, start
 from ppo_runs import config_of
 from run_files import points, words
+from sampling import sample
 
 from pql.collect.actors import NoisyActor
 from pql.collect.episodes import EpisodeStats
@@ -68,10 +69,10 @@ def run(config, steps=STEPS, executor=None):
 # -- the collector ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("change", OFF_POLICY.values(), ids=OFF_POLICY)
-@pytest.mark.parametrize(("schedule", "groups"), [("concurrent", 2), ("lockstep", 4)])
-def test_alternating_groups_give_the_bits_of_one_after_the_other(change, schedule, groups):
-    change = merge(change, {"algo": {"schedule": schedule}})
+@pytest.mark.parametrize("kind", OFF_POLICY)
+@pytest.mark.parametrize(("schedule", "groups"), sample([("concurrent", 2), ("lockstep", 4)], keep=[("concurrent", 2)]))
+def test_alternating_groups_give_the_bits_of_one_after_the_other(kind, schedule, groups):
+    change = merge(OFF_POLICY[kind], {"algo": {"schedule": schedule}})
     serial = bits(run(small_config(**merge(change, grouped(groups, overlap=False)))))
     config = small_config(**merge(change, grouped(groups)))
     assert differences(serial, bits(run(config))) == []
@@ -79,9 +80,9 @@ def test_alternating_groups_give_the_bits_of_one_after_the_other(change, schedul
         assert differences(serial, bits(run(config, executor=Threads(("collector", "v", "p"))))) == []
 
 
-@pytest.mark.parametrize("change", ON_POLICY.values(), ids=ON_POLICY)
-def test_alternating_groups_fill_a_rollout_with_the_same_bits(change):
-    serial, turns = (run(config_of(change, grouped(overlap=overlap))) for overlap in (False, True))
+@pytest.mark.parametrize("kind", sample(ON_POLICY, keep=["lstm, filler rows", "values", "reppo"]))
+def test_alternating_groups_fill_a_rollout_with_the_same_bits(kind):
+    serial, turns = (run(config_of(ON_POLICY[kind], grouped(overlap=overlap))) for overlap in (False, True))
     assert differences(bits(serial), bits(turns)) == []
     ours, theirs = (parts.first.collector.stores[0].segment() for parts in (serial, turns))
     for name, one, other in zip(ours._fields, ours, theirs, strict=True):
@@ -99,7 +100,7 @@ def test_alternating_halves_play_atari_with_the_same_bits():
         "task": {"name": "atari", "game": "breakout", "reward_clip": 1.0, "kwargs": {"threads": 1, "life_loss": True}},
         "algo": {"encoder": {"kind": "nature", "channels": [4, 8], "features": 16}},
     }
-    serial, turns = (run(config_of(change, grouped(overlap=overlap)), 120) for overlap in (False, True))
+    serial, turns = (run(config_of(change, grouped(overlap=overlap)), 64) for overlap in (False, True))
     assert type(turns.first.env) is AtariVec
     assert len(turns.first.collector.lanes) == 2
     assert differences(bits(serial), bits(turns)) == []
@@ -216,7 +217,7 @@ def test_the_parts_of_an_actor_are_views_with_the_rungs_of_the_whole():
 
 
 @pytest.mark.fault(14)
-@pytest.mark.parametrize("case", [(), ("algo.lstm=8", "algo.normalize_reward=true")], ids=["pql", "ppo"])
+@pytest.mark.parametrize("case", [(), ("algo.lstm=8", "algo.normalize_reward=true", "graphs=off")], ids=["pql", "ppo"])
 def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, case):
     if case:
         case += ("algo=ppo", "algo.horizon=4", "algo.minibatches=4")

@@ -106,6 +106,7 @@ def test_a_recurrent_export_remembers_where_it_is_evaluated(tmp_path: Path) -> N
     words = [
         "task=recall",
         "algo=ppo",
+        "graphs=off",
         "device=cpu",
         "num_envs=16",
         "algo.warmup_steps=8",

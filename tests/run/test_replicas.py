@@ -10,6 +10,7 @@ import torch
 from conftest import bits, differences, merge, start, ticks
 from gates import score, train_until
 from ppo_runs import VARIANTS, config_of
+from sampling import sample
 
 from pql.algos import ppo
 from pql.algos.registry import own_seed, seeds
@@ -37,12 +38,12 @@ def run(config, count):
 # -- one replica ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize("variant", sample(VARIANTS, keep=["squashed", "shared lstm", "a2c"]))
 def test_one_replica_is_lockstep_bit_for_bit(variant):
     """Every tensor of the state, moments and Adam's count included; three ticks of the run are six of the replica."""
-    expected = bits(run(config_of(variant), 6))
+    expected = bits(run(config_of(VARIANTS[variant]), 6))
     for order in ("free", "turns"):
-        assert differences(expected, bits(run(replicas(1, variant, order=order, each=2), 3))) == []
+        assert differences(expected, bits(run(replicas(1, VARIANTS[variant], order=order, each=2), 3))) == []
 
 
 # -- several, in turns ----------------------------------------------------------------------------------------------
@@ -100,7 +101,7 @@ def rmsprop(shared):
 PLAIN = {"num_envs": 12, "algo": {"normalize_obs": False, "normalize_value": False}}
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", sample([2, 3], keep=[3]))
 @pytest.mark.parametrize(("variant", "optimizer", "exact"), [("shared trunk", adamw, True), ("a2c", rmsprop, False)])
 def test_replicas_in_turns_are_a_serial_loop(variant, optimizer, exact, count):
     change = merge(VARIANTS[variant], PLAIN)
@@ -115,7 +116,9 @@ def test_replicas_in_turns_are_a_serial_loop(variant, optimizer, exact, count):
         torch.testing.assert_close(one.collector.obs["policy"], obs, **tolerance)
 
 
-@pytest.mark.parametrize("variant", ["gaussian", "a2c", "shared lstm", "annealed, stopped"])
+@pytest.mark.parametrize(
+    "variant", sample(["gaussian", "a2c", "shared lstm", "annealed, stopped"], keep=["gaussian", "annealed, stopped"])
+)
 @pytest.mark.fault(27)
 def test_turns_give_the_same_bits_whatever_the_threads_do(variant):
     config = replicas(3, VARIANTS[variant], {"num_envs": 12}, each=2)
@@ -289,6 +292,7 @@ def balance(name, seed):
     return worse
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["a3c", "appo_replicas"])
 def test_the_presets_catch_a_ball_seen_as_pixels(name, learns):
     """At random: -0.73. To below the ball's newest place: -0.5. The best: 1."""

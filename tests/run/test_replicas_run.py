@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import differences
 from run_files import manifest, points, resume, rows, run
+from sampling import sample
 from test_onpolicy import WORDS
 
 import pql
@@ -49,8 +50,9 @@ CASES = {
 
 
 @pytest.mark.fault(14, count=10)
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("case", sample(CASES, keep=["three, scaled rewards", "lstm, filler rows"]))
 def test_in_turns_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, case, trial):
+    case = CASES[case]
     whole, parts, setting = tmp_path / "whole", tmp_path / "parts", (*case, "algo.central.order=turns", f"seed={trial}")
     count = 3 if "algo.replicas=3" in case else 2
     budget = [steps(n) // 2 * count for n in (3, 6)]
