@@ -20,7 +20,7 @@ ATARI = {"policy": ObsSpec((4, 84, 84), torch.uint8, stack=4)}
 KINDS = ("step", "step", "step", "terminate", "truncate", "life", "lose", "restart")
 
 
-@pytest.mark.parametrize("unequal", [False, True], ids=["together", "apart"])
+@pytest.mark.parametrize("unequal", [pytest.param(False, marks=pytest.mark.slow), True], ids=["together", "apart"])
 @pytest.mark.parametrize("next_step", [False, True], ids=["same_step", "next_step"])
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_stacks_equal_what_the_environment_showed(name, next_step, unequal):

@@ -13,7 +13,7 @@ from pql.envs.toy import Counter
 # --- the oracle over random histories ---
 
 
-@pytest.mark.parametrize("unequal", [False, True], ids=["together", "apart"])
+@pytest.mark.parametrize("unequal", [pytest.param(False, marks=pytest.mark.slow), True], ids=["together", "apart"])
 @pytest.mark.parametrize("next_step", [False, True], ids=["same_step", "next_step"])
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_windows_equal_the_oracle(name, next_step, unequal):

@@ -83,7 +83,7 @@ GONE = 60  # seconds in which a process ends
 def shortened(words):
     """The words of ``pql train`` or ``resume`` with a small budget, few environments and small batches."""
     keep = [w for w in words if not w.startswith(("budget.", "num_envs=", "trials=", "seeds=", "device="))]
-    keep = [re.sub(r"^(seed|algo)=([^,]+,[^,]+),.*", r"\1=\2", w) for w in keep]  # two of each are enough
+    keep = [re.sub(r"^(algo=[^,]+,[^,]+|seed=[^,]+),.*", r"\1", w) for w in keep]  # two runs are enough
     keep = [re.sub(r"^(task)=([^,]+),.*", r"\1=\2", w) for w in keep]
     if words[0] == "resume":
         return [*keep, "budget.seconds=null", "budget.env_steps=2000"]
