@@ -9,9 +9,10 @@ import pytest
 import run_files
 import torch
 from conftest import bits, differences, learners, start, ticks
-from impala_runs import APPO, EVERY_VARIANT, VARIANTS, config_of
+from impala_runs import APPO, VARIANTS, config_of
 from ppo_runs import learned_with
 from run_files import points, resume, rows
+from sampling import some_of
 from test_schedule import RecordingStreams, check_order
 from torch import Generator
 
@@ -30,7 +31,7 @@ ORDERS = list(itertools.permutations(("collector", "learner")))
 # -- schedules --------------------------------------------------------------------------------------------------------
 
 
-@EVERY_VARIANT
+@some_of(VARIANTS, keep=["lstm", "appo", "averaged, adam, two parts"])
 def test_every_worker_order_and_threads_give_the_same_bits(variant):
     config = config_of(variant)
     reference = bits(ticks(start(config, Inline(ORDERS[0])), 8))
@@ -308,7 +309,7 @@ def run(run_dir, *more):
 
 
 @pytest.mark.fault(14, count=10)
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@some_of(CASES, keep=["lstm, filler rows", "late weights", "appo"], name="case")
 def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, case, trial):
     seed = f"seed={trial}"
     ahead = 0 if "algo.schedule=lockstep" in case else 4

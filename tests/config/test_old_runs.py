@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from run_files import points, rows
+from sampling import sample
 
 import pql
 from pql.cli.main import main
@@ -53,7 +54,7 @@ def test_an_old_export_acts_as_it_did():
     torch.testing.assert_close(actions(policy), torch.tensor(ACTIONS["export"]), rtol=1e-5, atol=1e-5)
 
 
-@EVERY
+@pytest.mark.parametrize("name", sample(STEPS, keep=["sac", "ppo", "dqn", "r2d2"]))
 @pytest.mark.fault(15)
 def test_an_old_run_is_resumed_evaluated_and_exported(run, name, capsys):
     assert main(["resume", str(run), f"budget.env_steps={STEPS[name] * 2}"]) == 0

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from machines import effort
 from oracles import n_step
+from sampling import sample
 
 from pql.data.priority import PriorityRule
 from pql.data.sequences import RankedSequences, Sequences, Span, States, finals_within, mixed
@@ -122,7 +123,10 @@ def history(scenario, seed, next_step, unequal, depth=1):
         yield ring, fate, rng
 
 
-@pytest.mark.parametrize(("next_step", "unequal", "depth"), [(False, False, 1), (True, True, 1), (False, True, 3)])
+@pytest.mark.parametrize(
+    ("next_step", "unequal", "depth"),
+    sample([(False, False, 1), (True, True, 1), (False, True, 3)], keep=[(True, True, 1)]),
+)
 @pytest.mark.parametrize("scenario", ["truncations", "lost", "restarts", "lives", "cuts", "stalls", "everything"])
 def test_every_sequence_is_what_was_written(scenario, next_step, unequal, depth):
     tally = dict.fromkeys(("plain", "final", "terminated", "dropped", "lost", "full"), 0)

@@ -236,7 +236,7 @@ def test_targets_are_those_of_the_same_history_without_delay(decided, autoreset)
 
 
 @pytest.mark.parametrize("schedule", ["lockstep", "concurrent"])
-@pytest.mark.parametrize("gone", [(), (0, 5), (0, 1, 2, 3, 4, 5, 7)])
+@pytest.mark.parametrize("gone", [(), pytest.param((0, 5), marks=pytest.mark.slow), (0, 1, 2, 3, 4, 5, 7)])
 def test_ratios_count_transitions(schedule, gone):
     """An update for every T * N transitions of any environments; every complete unroll is used once."""
     env = Late(gone=gone, late=0.1, **HISTORY)

@@ -1,6 +1,6 @@
 """Cases that only ``make test-all`` runs."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -20,3 +20,9 @@ def sample(cases: Iterable[Any], keep: Collection[Any]) -> list[Any]:
     return [
         c if c in keep else pytest.param(*(c if isinstance(c, tuple) else [c]), marks=pytest.mark.slow) for c in cases
     ]
+
+
+def some_of(cases: Mapping[str, Any], keep: Collection[str], name: str = "variant") -> pytest.MarkDecorator:
+    """Return a parametrisation over the values of ``cases``, named by its keys; as ``sample``."""
+    marks = {k: getattr(case, "marks", ()) for k, case in zip(cases, sample(cases, keep), strict=True)}
+    return pytest.mark.parametrize(name, [pytest.param(v, id=k, marks=marks[k]) for k, v in cases.items()])
