@@ -23,18 +23,17 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 from fault_rows import ROWS, stored  # noqa: E402
 
-REASONS: dict[int, str] = {
-    19: "three runs of 6,000 ticks, a minute each instead of ten; [long runs](long-runs.md) has slopes of memory.",
-    28: "each way in which one rank of two fails, once: an error, a hang, a killed process.",
+NOTES: dict[int, str] = {
+    19: "each run makes 6,000 ticks, in one to five minutes; [long runs](long-runs.md) has slopes of memory.",
 }
-"""Why a row is below its count."""
+"""What a row's count does not say, or why a row is below it."""
 
 HEAD = """# Fault matrix
 
 What must happen when something fails, and how often it was shown to happen. `make faults` runs the matrix and writes
 this table ({date}, {machine}; commit {commit}). *Tried* counts injected faults, *survived* those with the required
-outcome; the time is that of the slowest test, which may inject several. The matrix has tests for GPUs, which were
-skipped: **nothing here was measured on a GPU**.
+outcome; (*) marks a row below its count. The time is that of the slowest test, which may inject several. The matrix
+has tests for GPUs, which were skipped: **nothing here was measured on a GPU**.
 
 | row | fault | required outcome | count | tried | survived | slowest test, s |
 |---|---|---|---|---|---|---|
@@ -104,9 +103,9 @@ def rows(runs: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def notes() -> str:
-    """Return the reasons of the rows that are below their counts."""
-    lines = [f"* **Row {number}**: {why}" for number, why in sorted(REASONS.items())]
-    return "\n".join(["", "(*) below its count:", "", *lines, ""]) if lines else ""
+    """Return the notes on single rows."""
+    lines = [f"* **Row {number}**: {why}" for number, why in sorted(NOTES.items())]
+    return "\n".join(["", *lines, ""]) if lines else ""
 
 
 if __name__ == "__main__":
