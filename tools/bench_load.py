@@ -20,9 +20,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import _bench
 import _load
@@ -63,9 +63,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def free_address() -> str:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{taken.getsockname()[1]}"
+    """Return an address whose port no outgoing connection is given: a learner that restarts would find it taken."""
+    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return f"127.0.0.1:{port}"
+    raise OSError("no free port")
 
 
 def child(*words: str) -> list[str]:
@@ -241,16 +244,23 @@ class Restarts:
             *(f"run_dir={self.run}", *LEARNER, "replay.capacity=160000", "checkpoint.every_seconds=2"),
         ]
         command = words if fresh else ["resume", str(self.run)]
-        self.learner = self._start(child("learner", str(self.tally(self.sitting)), *command))
+        with self.said().open("w") as log:
+            self.learner = self._start(child("learner", str(self.tally(self.sitting)), *command), log)
 
     def start_actor(self) -> int:
         self.life += 1
         words = ["actor", "--connect", self.address, "--task", "_load:Counting", "--num-envs", "1"]
-        self.actors[self.life] = self._start([sys.executable, "-m", "pql", *words, f"life={self.life}", "pause=0.01"])
+        self.actors[self.life] = self._start(
+            [sys.executable, "-m", "pql", *words, f"life={self.life}", "pause=0.01"], self.log
+        )
         return self.life
 
-    def _start(self, command: list[str]) -> subprocess.Popen[Any]:
-        return subprocess.Popen(command, env=environment(self.token), stdout=self.log, stderr=self.log)
+    def _start(self, command: list[str], log: IO[str]) -> subprocess.Popen[Any]:
+        return subprocess.Popen(command, env=environment(self.token), stdout=log, stderr=log)
+
+    def said(self) -> Path:
+        """Return the file with the newest learner's output."""
+        return self.folder / f"learner-{self.sitting}.log"
 
     def tally(self, sitting: int) -> Path:
         return self.folder / f"tally-{sitting}"
@@ -277,8 +287,14 @@ class Restarts:
 
     def until_back(self, kind: str, true: Callable[[], bool]) -> None:
         start = time.monotonic()
-        wait(true, 240, f"the {kind} is back")
+        wait(lambda: true() or self.ended(), 240, f"the {kind} is back")
+        if status := self.ended():
+            raise RuntimeError(f"the learner ended with status {status}")
         self.back[kind].append(time.monotonic() - start)
+
+    def ended(self) -> int | None:
+        """Return the learner's exit status, if it is not 0."""
+        return self.learner.poll() if self.learner is not None else None
 
     def close(self) -> None:
         for process in (*self.actors.values(), self.learner):
@@ -295,6 +311,7 @@ def restarts(folder: Path, seconds: float, seed: int, pause: tuple[float, float]
         pause: range of the seconds between being back at work and the next kill.
     """
     both, rng, kills = Restarts(folder), random.Random(seed), {"learner": 0, "actor": 0}
+    began = time.monotonic()
     try:
         both.start_learner()
         for _ in range(both.count):
@@ -325,10 +342,11 @@ def restarts(folder: Path, seconds: float, seed: int, pause: tuple[float, float]
         out = counted(both) | {"restarts": kills, "status": status, "actors": left, "back_s": both.back}
         out["seconds"] = time.monotonic() - began
         both.log.seek(0)
-        out["tracebacks"] = both.log.read().count("Traceback")
+        logs = (both.log.read(), *(path.read_text() for path in folder.glob("learner-*.log")))
+        out["tracebacks"] = sum(text.count("Traceback") for text in logs)
     except BaseException:
-        both.log.seek(0)
-        print(both.log.read()[-4000:], file=sys.stderr)
+        print(f"after {(time.monotonic() - began) / 60:.1f} min: {kills} restarts, {counted(both)}", file=sys.stderr)
+        print(both.said().read_text()[-4000:], file=sys.stderr)
         raise
     finally:
         both.close()
