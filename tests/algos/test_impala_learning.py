@@ -3,7 +3,6 @@
 import pytest
 from conftest import start
 from gates import score, train_until
-from sampling import sample
 
 from pql.config.compose import compose
 from pql.engine.executors import Inline
@@ -11,7 +10,8 @@ from pql.engine.executors import Inline
 ONE = ("device=cpu", "placement.matmul=exact", "placement.threads.collector=1", "placement.threads.v=1")
 
 
-@pytest.mark.parametrize(("name", "count"), sample([("impala", 290), ("appo", 75)], keep=[("appo", 75)]))
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "count"), [("impala", 290), ("appo", 75)])
 def test_balls_are_caught_from_pixels_with_the_preset(name, count, learns):
     learns(lambda seed: catch(name, count, seed), 0.8)  # nine balls of ten
 

@@ -328,6 +328,7 @@ def test_recorded_rows_can_be_drawn_without_states(tmp_path):
     session.train()
 
 
+@pytest.mark.slow
 def test_an_exported_policy_agrees(tmp_path):
     pytest.importorskip("onnxruntime")
     from pql.run.export.writer import export_policy

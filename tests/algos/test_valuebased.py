@@ -353,7 +353,8 @@ def test_an_exported_policy_agrees(tmp_path):
     assert (load_policy(file)(obs) == live(obs)).float().mean() > 0.95
 
 
-@pytest.mark.parametrize("kind", sample(["resnet", "hadamax"], keep=["resnet"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["resnet", "hadamax"])
 def test_an_exported_encoder_has_plain_convolutions(tmp_path, kind):
     """Without the singular vectors; the actions of all frames are those of the live policy."""
     pytest.importorskip("onnxruntime")

@@ -312,6 +312,7 @@ def test_evaluations_of_a_file_that_is_being_written(tmp_path):
 # -- going on -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_count_is_the_total_and_going_on_changes_nothing(tmp_path):
     """Four, then eleven trials are the first of sixteen at once. After ten by chance, TPE looks where it pays."""
     for folder, counts in ((tmp_path / "once", [16]), (tmp_path / "twice", [4, 11, 11])):

@@ -137,7 +137,7 @@ def counter_expectation(env, n, gamma):
 MODES = [(reset, final) for reset in ("same_step", "next_step") for final in ("always", "on_done")]
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 5])
+@pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kwargs", [{}, {"restart_every": 3}, {"terminate_every": 0}, {"terminate_every": 1}])
 def test_counter_gives_the_same_targets_in_every_autoreset_mode(n, kwargs):
     gamma = 0.5  # keeps every sum exact

@@ -266,7 +266,7 @@ def test_rows_know_how_old_the_policy_was_that_made_them():
     assert 2 < lags[1]["lag/rows_max"] < 5
 
 
-@pytest.mark.parametrize("algo", [{}, APPO], ids=["impala", "appo"])
+@pytest.mark.parametrize("algo", [{}, pytest.param(APPO, marks=pytest.mark.slow)], ids=["impala", "appo"])
 def test_worker_orders_and_threads_give_the_same_bits(algo):
     """With the same arrivals: no worker reads rows that another may be writing."""
 

@@ -92,7 +92,7 @@ def test_what_has_threads():
     assert "simulator" not in placement.splits(compose(["task=hopper", "device=cpu", "task.kwargs.threads=1"]))
 
 
-@pytest.mark.parametrize(("algo", "parts"), [("pql", 3), ("ppo", 2)])
+@pytest.mark.parametrize(("algo", "parts"), [("pql", 3), pytest.param("ppo", 2, marks=pytest.mark.slow)])
 def test_real_runs_are_measured(capsys, monkeypatch, algo, parts):
     monkeypatch.setattr(placement, "available_cores", lambda: 2)
     sizes = ["num_envs=8", "algo.critic.hidden=[8]", "algo.policy.hidden=[8]", "device=cpu"]

@@ -39,7 +39,7 @@ def run(config, executor, ticks=TICKS):
     return go_on(start(config, executor), ticks)
 
 
-@pytest.mark.parametrize("algo", sample(ALGOS, keep=["pql", "pql_sac", "batch norm"]))
+@pytest.mark.parametrize("algo", sample(ALGOS, keep=["pql", "batch norm"]))
 @pytest.mark.fault(27)
 def test_every_worker_order_and_threads_give_the_same_bits(algo):
     """Orders are compared over fewer ticks than threads, for nothing is left to chance there."""
@@ -351,7 +351,7 @@ def test_whoever_waits_for_others_does_not_hang_and_has_its_time_afterwards():
 
 
 @pytest.mark.fault(19)
-@pytest.mark.parametrize("slow", ["collector", "v", "p"])
+@pytest.mark.parametrize("slow", sample(["collector", "v", "p"], keep=["v"]))
 def test_nothing_grows_behind_a_slow_worker_and_the_ratios_stay_exact(slow, pytestconfig):
     """Weights and rows are exchanged once per tick: nothing is queued for whoever is late."""
     if not pytestconfig.option.faults:

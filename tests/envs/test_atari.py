@@ -171,6 +171,7 @@ def test_only_no_ops_and_sticky_actions_are_random(atari):
         assert not torch.equal(drawn[:, 0], drawn[:, 1])
 
 
+@pytest.mark.slow
 def test_no_ops_are_drawn_up_to_the_largest_number(atari):
     def frames(noop_max):
         vec = atari(4, noop_max=noop_max)._groups[0].vec
@@ -309,6 +310,7 @@ def test_a_game_that_is_said_twice_is_refused():
         build_env(compose(["task=atari", "task.game=breakout", "task.kwargs.game=pong", "device=cpu"]))
 
 
+@pytest.mark.slow
 def test_random_steps_draw_the_games_apart_as_the_seed_says():
     """Without no-ops all consoles begin alike; the actions of the warm-up are each one's own."""
 

@@ -298,6 +298,7 @@ def test_to_hover_for_ever_earns_more_than_to_stack() -> None:
     assert earned > 179 + 300  # 179: of the policy that stacks, on the page of results
 
 
+@pytest.mark.slow
 def test_by_torques_the_same_policy_stacks_too() -> None:
     """The torques that the other task's law would ask for, from this one's state."""
     env, law, generator = stack(6, "franka_cube_stack_torque")[0], stack(1)[1], torch.Generator().manual_seed(0)

@@ -184,6 +184,7 @@ sys.exit(gpu_check.main(sys.orig_argv[3:]))
 """
 
 
+@pytest.mark.slow
 def test_it_runs_without_hydra_and_reports(tmp_path):
     """Tiny, on the CPU, all parts but one whose cases the others have; what it measures here means nothing."""
     parts = [name for name in PARTS if name != "peers"]

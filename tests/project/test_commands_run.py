@@ -21,7 +21,7 @@ from pql.cli import main as command_line
 from pql.config.compose import compose
 from pql.errors import ConfigError
 
-FIRST = ("README.md", "docs/start/first-run.md", "docs/start/own-simulator.md")
+FIRST = ("README.md", "docs/start/own-simulator.md")
 FOREIGN = "another program, or a simulator with its own Python"
 NOT_HERE = {
     r"make|pip|git|cd|bazel|\./bazel-bin|uv|source|export|ray|/opt/": "installs, or builds",

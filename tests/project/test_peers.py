@@ -286,6 +286,7 @@ def test_a_picture_shows_the_median_and_the_range_as_far_as_all_seeds_have_come(
     assert (tmp_path / "new" / "steps.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_runs_in_processes_of_their_own_and_failures_leave_the_others(bench, tmp_path, capsys):
     pytest.importorskip("rsl_rl")
     path = tmp_path / "runs.jsonl"

@@ -67,9 +67,10 @@ EXTRA = {"bench_warp": ["--device", "cpu"]}
 NEEDS = {"bench_atari": "ale_py", "bench_remote": "ale_py", "bench_warp": "mujoco_warp"}
 
 
-@pytest.mark.parametrize(
-    "name", sample(SMOKE, keep=[n for n in SMOKE if n not in ("bench_atari", "bench_remote", "bench_process")])
-)
+LONG = ("bench_atari", "bench_lag", "bench_process", "bench_remote")
+
+
+@pytest.mark.parametrize("name", sample(SMOKE, keep=[n for n in SMOKE if n not in LONG]))
 def test_a_benchmark_runs_and_reports(name, tool, tmp_path, capsys):
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])

@@ -198,7 +198,7 @@ def test_a_tensor_simulator_gives_the_same_bits_in_another_process():
         there.close()
 
 
-@pytest.mark.parametrize("attach", [True, False])
+@pytest.mark.parametrize("attach", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_arrays_on_the_device_give_the_same_bits_and_are_waited_for(monkeypatch, attach):
     """The protocol, with files for the device's memory; ``test_gpu.py`` has the real thing."""
     for name, function in far_device.PRETENCE.items():

@@ -332,6 +332,7 @@ def test_labels_at_the_ends_do_not_touch():
 # -- commands -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_comparing_two_real_runs_and_reporting_one(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     more = ("eval.final=true", "eval.every_seconds=0.02", "task.kwargs.max_episode_steps=20", "budget.env_steps=1600")

@@ -100,6 +100,7 @@ def test_an_export_is_evaluated_like_its_run(run: Path, capsys, form: str) -> No
     assert "pql on pendulum: 3 episodes in 2 environments, seed 0" in said
 
 
+@pytest.mark.slow
 def test_a_recurrent_export_remembers_where_it_is_evaluated(tmp_path: Path) -> None:
     """A policy that recalls the cue needs its memory, and must lose it where the next episode begins."""
     run = tmp_path / "run"
@@ -127,6 +128,7 @@ def test_a_recurrent_export_remembers_where_it_is_evaluated(tmp_path: Path) -> N
     assert len({round(r, 3) for r in want["returns"]}) > 1
 
 
+@pytest.mark.slow
 def test_a_policy_that_learned_in_bfloat16_leaves_in_float32(tmp_path: Path) -> None:
     run = tmp_path / "run"
     words = [

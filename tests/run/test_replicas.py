@@ -116,9 +116,7 @@ def test_replicas_in_turns_are_a_serial_loop(variant, optimizer, exact, count):
         torch.testing.assert_close(one.collector.obs["policy"], obs, **tolerance)
 
 
-@pytest.mark.parametrize(
-    "variant", sample(["gaussian", "a2c", "shared lstm", "annealed, stopped"], keep=["gaussian", "annealed, stopped"])
-)
+@pytest.mark.parametrize("variant", sample(["gaussian", "a2c", "shared lstm", "annealed, stopped"], keep=["gaussian"]))
 @pytest.mark.fault(27)
 def test_turns_give_the_same_bits_whatever_the_threads_do(variant):
     config = replicas(3, VARIANTS[variant], {"num_envs": 12}, each=2)
@@ -277,7 +275,7 @@ CART_POLE = {
 }
 
 
-@pytest.mark.parametrize("name", CART_POLE)
+@pytest.mark.parametrize("name", sample(CART_POLE, keep=["a3c"]))
 def test_two_free_replicas_balance_a_cart_pole(name, learns):
     learns(lambda seed: balance(name, seed), 450)  # of 500
 

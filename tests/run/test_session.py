@@ -116,7 +116,7 @@ def test_the_average_of_the_policy_is_the_policy_that_is_saved(tmp_path, algo):
 
 
 @pytest.mark.fault(14)
-@pytest.mark.parametrize("rows", [27, 26, 25, 24, 20])
+@pytest.mark.parametrize("rows", sample([27, 26, 25, 24, 20], keep=[27, 25, 20]))
 def test_resuming_keeps_the_bits_however_full_the_replay_was(tmp_path, rows):
     """Of 25 rows a column: one short of full with the head's observation, full, and turned over."""
     setting = (*TASKS["lqr"], f"replay.capacity={16 * rows}")
