@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pql.algos.off_policy import make_critic
-from pql.config import Config, from_dict
+from pql.config import Config, PlacementConfig, from_dict
 from pql.config.families import record_of
 from pql.config.migrate import known
 from pql.config.validate import validate
@@ -28,6 +28,7 @@ from pql.contract.conformance import Report
 from pql.contract.env import EnvSpec
 from pql.engine import watchdog
 from pql.engine.executors import Executor
+from pql.engine.placement import set_precision
 from pql.engine.schedule import Trace
 from pql.nets.mlp import Critic, seeded
 from pql.run.build import build, make_policy
@@ -80,12 +81,19 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def _exact_products() -> None:
+    """A run in an earlier test may have chosen bfloat16 products, which CPUs with matrix units have."""
+    set_precision(PlacementConfig(matmul="exact"))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _one_core() -> Iterator[None]:
     """Default threads of runs: with such small networks a second thread does not help, and it costs ten times its gain
     where other programs share the cores."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pql.engine.placement.available_cores", lambda: 1)
+        patch.setenv("OMP_NUM_THREADS", "1")  # of other libraries' programs
         yield
 
 

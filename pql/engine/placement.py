@@ -6,6 +6,7 @@ import os
 import platform
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -101,11 +102,13 @@ def set_precision(place: PlacementConfig) -> None:
     and are faster than MKL's on some processors.
     """
     fast = place.matmul == "fast"
-    torch.backends.cuda.matmul.fp32_precision = "tf32" if fast else "ieee"
-    torch.backends.cudnn.conv.fp32_precision = "tf32" if fast else "ieee"  # type: ignore[attr-defined]
+    cudnn: Any = torch.backends.cudnn
+    cudnn.allow_tf32 = fast  # torch.export reads this older setting, and refuses one that differs from those below
+    for place in (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn):
+        place.fp32_precision = "tf32" if fast else "ieee"
     torch.backends.mkldnn.matmul.fp32_precision = "bf16" if fast else "ieee"  # type: ignore[attr-defined]
     torch.backends.mkldnn.conv.fp32_precision = "bf16" if fast else "ieee"  # type: ignore[attr-defined]
-    torch.backends.cudnn.deterministic = True  # else convolutions' gradients differ from run to run
+    cudnn.deterministic = True  # else convolutions' gradients differ from run to run
 
 
 def keep_freed_memory() -> None:

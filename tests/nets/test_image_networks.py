@@ -483,13 +483,14 @@ def test_on_policy_networks_begin_orthogonal_but_for_residual_ones():
 
 
 def test_exact_products_are_exact_in_convolutions_too():
-    backends = (torch.backends.cudnn.conv, torch.backends.mkldnn.conv)
-    try:
-        set_precision(PlacementConfig(matmul="exact"))
-        assert [b.fp32_precision for b in backends] == ["ieee", "ieee"]
-    finally:
-        set_precision(PlacementConfig())
-    assert [b.fp32_precision for b in backends] == ["tf32", "bf16"]
+    """And in recurrent layers. The older setting of all of cuDNN agrees, or torch.export could not read it."""
+    backends = (torch.backends.cudnn.conv, torch.backends.cudnn.rnn, torch.backends.mkldnn.conv)
+    set_precision(PlacementConfig(matmul="fast"))
+    assert [b.fp32_precision for b in backends] == ["tf32", "tf32", "bf16"]
+    assert torch.backends.cudnn.allow_tf32
+    set_precision(PlacementConfig(matmul="exact"))
+    assert [b.fp32_precision for b in backends] == ["ieee", "ieee", "ieee"]
+    assert not torch.backends.cudnn.allow_tf32
     assert torch.backends.cudnn.deterministic
 
 
