@@ -50,6 +50,21 @@ def test_every_metric_is_documented():
     assert documented - names - written == {"eval/length_mean", "eval/success"}  # of these, the code joins the parts
 
 
+def test_every_metric_has_a_healthy_range_or_is_a_counter():
+    rows = re.findall(r"^\| (`[a-z].*) \|$", (DOCS / "reference" / "metrics.md").read_text(), re.M)
+    assert len(rows) > 40
+    assert [row for row in rows if not row.split(" | ")[-1].strip(" |")] == []
+
+
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
+PAGES.remove(DOCS / "results" / "pql2-cpu.md")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_to_pages_have_titles_as_text(page):
+    assert re.findall(r"\[[\w./-]+\.md\]\([^)]*\)", page.read_text()) == []
+
+
 def test_every_page_is_in_the_navigation_once():
     class Loader(yaml.SafeLoader):
         """Reads the file without the tags of plugins."""
