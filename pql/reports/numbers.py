@@ -11,7 +11,7 @@ from pql.errors import show
 from pql.reports import stats
 from pql.reports.overall import aggregates, at, improvements, overall, ranking
 from pql.reports.references import Scale, known, own_range, reference_of
-from pql.reports.runs import AXES, Run, configured, position
+from pql.reports.runs import AXES, Run, configured, position, shown
 
 Array = NDArray[np.float64]
 GRID = 100  # points of a group's curve
@@ -231,7 +231,7 @@ def run_numbers(run: Run) -> dict[str, Any]:
     """Numbers of one run: identity, progress and evaluations."""
     return {
         "name": run.name,
-        "path": str(run.path),
+        "path": shown(run.path),
         "task": run.task,
         "label": run.label,
         "seed": run.seed,

@@ -276,7 +276,7 @@ def render(
     video: str | None = None,
     symptoms: Sequence[Symptom] = (),
 ) -> str:
-    """Return the page as HTML text, self-contained but for a video and links to the documentation on this machine.
+    """Return the page as HTML text, self-contained but for a video, without paths of this machine.
 
     Args:
         settings: the config of a page about one run.

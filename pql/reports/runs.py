@@ -89,7 +89,7 @@ def find(words: Sequence[str]) -> tuple[list[Path], list[str]]:
             continue
         below = sorted(p.parent for p in path.rglob("metrics.jsonl"))
         usable = [p for p in below if (p / "config.yaml").exists() and (p / "metrics.jsonl").stat().st_size]
-        notes += [f"{p}: left out, it has no config.yaml or no metrics" for p in below if p not in usable]
+        notes += [f"{shown(p)}: left out, it has no config.yaml or no metrics" for p in below if p not in usable]
         if not usable:
             raise ConfigError("run", word, "a run directory (with config.yaml and metrics.jsonl), or a folder of runs")
         for p in usable:
@@ -278,6 +278,15 @@ def _differing(runs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _show(value: Any) -> str:
     return str(value).replace(" ", "") if isinstance(value, list) else show(value)
+
+
+def shown(path: Path) -> str:
+    """Return a path as a page shows it, without the folders of this machine: relative, or only the last two names."""
+    if not path.is_absolute():
+        return str(path)
+    if path.is_relative_to(Path.cwd()):
+        return str(path.relative_to(Path.cwd()))
+    return os.path.join(*path.parts[1:][-2:] or path.parts)
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:

@@ -1,18 +1,21 @@
-"""What the metrics of a run show to be wrong, with the section of docs/troubleshooting.md that says what to change."""
+"""Symptoms in the metrics of a run, each with a remedy: sections of docs/troubleshooting.md, which says more.
+
+The remedies are texts of this module, since a report is read on machines that have no documentation.
+"""
 
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import pql
+from pql.reports.runs import configured
 
 Row = Mapping[str, float]
-PAGE = Path(pql.__file__).parents[1] / "docs" / "troubleshooting.md"
-SITE = PAGE.parents[1] / "build" / "site" / "troubleshooting.html"
 ENOUGH = 30  # rows with training returns, before a trend is judged
-UPDATES = 5_000  # critic updates before a flat return is a symptom
+UPDATES = 5_000  # critic updates before a flat return, or growing values, are a symptom
+OFF = 0.02  # relative error of an update ratio; the realised ones are exact but at the very start
+GROWTH_GIB = 0.5
+LATE = 8  # ticks between the weights that acted and those that learn
 
 
 class Symptom(NamedTuple):
@@ -21,12 +24,28 @@ class Symptom(NamedTuple):
     Attributes:
         section: its number in docs/troubleshooting.md.
         text: the metric, its value, what it means.
-        url: where the section is on this machine; None: the documentation is not installed.
+        remedy: what to change.
+        anchor: of the section, within the page of the documentation.
     """
 
     section: int
     text: str
-    url: str | None
+    remedy: str
+    anchor: str
+
+
+class Known(NamedTuple):
+    """A section of docs/troubleshooting.md that can be told from metrics.
+
+    Attributes:
+        title: its heading.
+        check: returns the metric, its value and what it means, or None if the run does not have the symptom.
+        remedy: what to change.
+    """
+
+    title: str
+    check: "Callable[[Seen], str | None]"
+    remedy: str
 
 
 class Seen(NamedTuple):
@@ -56,6 +75,30 @@ def frozen(seen: Seen) -> str | None:
     if share <= 0.5:
         return None
     return f"policy/frozen: {share:.0%} of the action components stay at one end of their range"
+
+
+def exploding(seen: Seen) -> str | None:
+    """Values more than double from the second quarter of the run to the third, and to the fourth; returns grow less.
+
+    Values that approach a limit, as those of a healthy critic do from 0, grow less from quarter to quarter.
+    """
+    values = seen.series.get("value/q", ())
+    if len(values) < ENOUGH or not seen.above("updates/v", UPDATES):
+        return None
+    sizes = quarters(values)
+    returns = quarters(seen.series.get("train/return_mean", ())) or [0.0] * 4
+    if sizes[1] <= 0 or min(sizes[3] / sizes[2], sizes[2] / sizes[1]) < 2:
+        return None
+    growth = sizes[3] / sizes[1]
+    if returns[3] > growth / 2 * returns[1] > 0:
+        return None
+    return f"value/q: {values[-1]:,.4g}, {growth:,.0f} times the values of the run's second quarter"
+
+
+def quarters(values: Sequence[float]) -> list[float]:
+    """Return the medians of the absolute values in each quarter of a series; [] for fewer than four values."""
+    size = len(values) // 4
+    return [statistics.median(map(abs, values[i * size : (i + 1) * size])) for i in range(4)] if size else []
 
 
 def cut_off(seen: Seen) -> str | None:
@@ -100,6 +143,29 @@ def bound(seen: Seen, busy: Sequence[str], idle: Sequence[str]) -> str | None:
     return f"{worst}: {seen.newest[worst]:.0%}, while {' and '.join(idle)} wait more than half of the time"
 
 
+def ratios_off(seen: Seen) -> str | None:
+    if not seen.above("updates/v", UPDATES):
+        return None
+    wanted = {name: value for name, value in configured(seen.settings).items() if name in seen.newest and value > 0}
+    off = {name: value for name, value in wanted.items() if abs(seen.newest[name] / value - 1) > OFF}
+    return "; ".join(f"{name}: {seen.newest[name]:.4g}, configured: {value:.4g}" for name, value in off.items()) or None
+
+
+def growing_memory(seen: Seen) -> str | None:
+    """Memory grows through the second half of the run, in which replay was full from its beginning on."""
+    steps, capacity = seen.series.get("steps/env", ()), seen.settings.get("replay.capacity")
+    for name in ("memory/host_gib", "memory/gpu_gib"):
+        values = seen.series.get(name, ())
+        half = len(values) // 2
+        if len(values) < ENOUGH or (isinstance(capacity, int) and steps[len(steps) // 2] < capacity):
+            continue
+        middle, end = values[half], values[-1]
+        last = values[-max(1, len(values) // 10)]
+        if end > 1.2 * middle and end > middle + GROWTH_GIB and end > last:
+            return f"{name}: {end:.2f} GiB, {middle:.2f} in the middle of the run, and still growing"
+    return None
+
+
 def dropped(seen: Seen) -> str | None:
     names = {
         "env/dropped": "rows were left out, since they were not finite",
@@ -118,25 +184,95 @@ def skipped(seen: Seen) -> str | None:
 
 
 def lost_actors(seen: Seen) -> str | None:
-    actors = seen.series.get("remote/actors", ())
-    if not actors or actors[-1] >= max(actors):
-        return None
-    return f"remote/actors: {actors[-1]:.0f}, there were {max(actors):.0f}"
+    texts = []
+    actors, lags = seen.series.get("remote/actors", ()), seen.series.get("lag/rows_max", ())
+    if actors and actors[-1] < max(actors):
+        texts.append(f"remote/actors: {actors[-1]:.0f}, there were {max(actors):.0f}")
+    if len(lags) >= ENOUGH:
+        first, *_, last = quarters(lags)
+        if last > 2 * max(first, 1.0) and last > LATE:
+            texts.append(f"lag/rows_max: {last:.0f} ticks in the last quarter of the run, {first:.0f} in the first")
+    return "; ".join(texts) or None
 
 
-SYMPTOMS: dict[int, Callable[[Seen], str | None]] = {
-    1: flat,
-    2: frozen,
-    4: cut_off,
-    5: collapsed,
-    10: no_values,
-    12: collector_bound,
-    13: learner_bound,
-    17: dropped,
-    18: skipped,
-    21: lost_actors,
+SYMPTOMS = {
+    1: Known(
+        "The return stays flat from the start",
+        flat,
+        "check the simulator (pql doctor --env NAME); more updates (algo.v_per_step, a longer budget); then scale "
+        "rewards (algo.normalize_reward=true algo.return_cap=5)",
+    ),
+    2: Known(
+        "Actions are saturated, the policy is frozen",
+        frozen,
+        "algo.policy.saturation_penalty=0.01 (pql, pql_d, ddpg, td3), a smaller algo.policy.lr, or a larger action "
+        "scale of the task",
+    ),
+    3: Known(
+        "Values explode",
+        exploding,
+        "a smaller algo.critic.tau, algo.critic.target=min, algo.critic.layer_norm=true, normalised rewards, or a "
+        "categorical critic (algo.critic.atoms=51 algo.critic.v_min=-10 algo.critic.v_max=10)",
+    ),
+    4: Known(
+        "Values of a categorical critic do not move, or are cut off",
+        cut_off,
+        "a wider support (algo.critic.v_min, algo.critic.v_max), or algo.normalize_reward=true algo.return_cap=5, with "
+        "which returns fit -5 to 5",
+    ),
+    5: Known(
+        "Returns rise and then collapse",
+        collapsed,
+        "smaller learning rates, a smaller algo.critic.tau, a larger algo.batch_size or replay.capacity, "
+        "algo.lr_schedule=cosine; checkpoints/best keeps the best evaluation",
+    ),
+    10: Known(
+        "PPO learns nothing",
+        no_values,
+        "algo.init_std, algo.epochs, algo.minibatches, algo.normalize_reward=true",
+    ),
+    12: Known(
+        "The collector limits the speed",
+        collector_bound,
+        "fewer environments, a faster simulator (task.model=fast, task.kwargs.engine=warp on a GPU), "
+        "placement.groups=2; more updates (algo.v_per_step) then cost little time",
+    ),
+    13: Known(
+        "A learner limits the speed",
+        learner_bound,
+        "smaller networks and batches, a smaller algo.v_per_step, algo.amp=true on a GPU, placement.threads.v",
+    ),
+    16: Known(
+        "Update ratios are not what was configured",
+        ratios_off,
+        "with remote actors, whose ticks may end early, a longer task.kwargs.wait; after pql resume with other ratios "
+        "they are means over the whole run, and right",
+    ),
+    17: Known(
+        "Rows are dropped",
+        dropped,
+        "the simulator: RUN/dumps replays a failure; it should return final observations at time limits. A few dropped "
+        "rows in a million do no harm",
+    ),
+    18: Known(
+        "Updates are skipped",
+        skipped,
+        "as for exploding values: a smaller algo.critic.tau, algo.critic.layer_norm=true, normalised rewards; without "
+        "algo.amp=true",
+    ),
+    19: Known(
+        "Memory grows, or does not suffice",
+        growing_memory,
+        "smaller replay.capacity and num_envs, fewer stored observation groups; a simulator that leaks is seen in a "
+        "process of its own (task.process.python)",
+    ),
+    21: Known(
+        "Actors are late or lost",
+        lost_actors,
+        "task.kwargs.wait, task.kwargs.step_seconds, more environments per actor",
+    ),
 }
-"""By section of docs/troubleshooting.md: a function that returns what is wrong, or None."""
+"""By section of docs/troubleshooting.md."""
 
 
 def symptoms(rows: Sequence[Row], settings: Mapping[str, Any]) -> list[Symptom]:
@@ -146,17 +282,13 @@ def symptoms(rows: Sequence[Row], settings: Mapping[str, Any]) -> list[Symptom]:
         for name, value in row.items():
             series.setdefault(name, []).append(value)
     seen = Seen({name: values[-1] for name, values in series.items()}, series, settings)
-    texts = {section: check(seen) for section, check in SYMPTOMS.items()}
-    return [Symptom(section, text, url(section)) for section, text in texts.items() if text]
+    texts = {section: known.check(seen) for section, known in SYMPTOMS.items()}
+    return [
+        Symptom(section, text, SYMPTOMS[section].remedy, anchor(section)) for section, text in texts.items() if text
+    ]
 
 
-def url(section: int) -> str | None:
-    """Return the address of a section in the built site, else that of its page; None without either."""
-    if not PAGE.is_file():
-        return None
-    if not SITE.is_file():
-        return PAGE.as_uri()
-    heading = re.search(rf"^### ({section}\. .*)$", PAGE.read_text(encoding="utf-8"), re.M)
-    assert heading is not None
-    anchor = re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading[1]).strip().lower())
-    return f"{SITE.as_uri()}#{anchor}"
+def anchor(section: int) -> str:
+    """Return the anchor of a section in the page of the documentation."""
+    heading = f"{section}. {SYMPTOMS[section].title}"
+    return re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower())
