@@ -104,8 +104,8 @@ def set_precision(place: PlacementConfig) -> None:
     fast = place.matmul == "fast"
     cudnn: Any = torch.backends.cudnn
     cudnn.allow_tf32 = fast  # torch.export reads this older setting, and refuses one that differs from those below
-    for place in (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn):
-        place.fp32_precision = "tf32" if fast else "ieee"
+    for backend in (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn):
+        backend.fp32_precision = "tf32" if fast else "ieee"
     torch.backends.mkldnn.matmul.fp32_precision = "bf16" if fast else "ieee"  # type: ignore[attr-defined]
     torch.backends.mkldnn.conv.fp32_precision = "bf16" if fast else "ieee"  # type: ignore[attr-defined]
     cudnn.deterministic = True  # else convolutions' gradients differ from run to run
