@@ -110,14 +110,12 @@ def shortened(words):
 def workshop(tmp_path_factory):
     """A folder with everything that the pages presuppose: simulators of the reader, a finished run, recorded data."""
     folder = tmp_path_factory.mktemp("workshop")
-    for page, name, cut in (
-        ("docs/start/own-simulator.md", "drift", "print(pql.check_env"),
-        ("docs/simulators.md", "my_sim", "\0"),
+    for page, file, name in (
+        ("docs/start/own-simulator.md", "drift.py", "class Drift"),
+        ("docs/simulators.md", "my_sim.py", "class Reach"),
     ):
-        (text,) = [
-            b.text for b in BLOCKS if b.page == page and f"class {'Drift' if name == 'drift' else 'Reach'}" in b.text
-        ]
-        (folder / f"{name}.py").write_text(text.partition(cut)[0])
+        (text,) = [b.text for b in BLOCKS if b.page == page and name in b.text]
+        (folder / file).write_text(text)
     (folder / "my_arm.py").write_text(ARM)
     shutil.copytree(ROOT / "docs" / "policies", folder / "docs" / "policies")
     (folder / "tools").symlink_to(ROOT / "tools")
