@@ -107,6 +107,11 @@ SERVER = 10.0
 ACCEPT = 600.0
 # A new connection to introduce itself, once taken up. Then it is closed: others would wait for its slot.
 HELLO = 10.0
+# A learner to answer a new actor, whose connection it may take up late. Then the actor connects again.
+WELCOME = ACCEPT + 60.0
+# A learner's next request to an actor: it may save, evaluate or wait for other actors, and evaluations may be hours
+# apart. Then the actor connects again, which costs the unfinished episodes of its environments.
+ORDER = 3600.0
 # Actors to receive the message that the run has ended, and their streams to end.
 BYE, STREAMS = 2.0, 0.5
 # Actors of a fleet to leave between two steps. Then they are killed.

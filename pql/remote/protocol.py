@@ -121,6 +121,18 @@ def read_json_frame(body: memoryview) -> dict[str, Any]:
     return facts
 
 
+def read_seed(body: memoryview) -> int:
+    """Parse the body of a RESET message: a seed below 2^63.
+
+    Raises:
+        WireError: wrong size, or a larger number.
+    """
+    seed = int.from_bytes(body, "little")
+    if len(body) != 8 or seed >= 2**63:
+        raise WireError(f"a seed of {len(body)} bytes: expected 8, and a number below 2^63")
+    return seed
+
+
 # -- specifications ---------------------------------------------------------------------------------------------------
 
 

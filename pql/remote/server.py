@@ -21,6 +21,7 @@ from pql.engine import deadlines
 from pql.engine.deadlines import Limit
 from pql.errors import ConfigError
 from pql.remote import protocol as wire
+from pql.remote.descriptors import connection_limit
 from pql.remote.protocol import BYE, LOOPBACK, OBS, RESET, STEP, WireError, unpack
 from pql.remote.slot_table import FullError, RemoteActor, SlotTable, TooManyError
 from pql.remote.token import CERTIFICATE, KEY, read_file
@@ -41,8 +42,13 @@ WAITING = (
     ("grpc.server.max_pending_requests", 4_096),
     ("grpc.server.max_pending_requests_hard_limit", 8_192),
 )
+# A peer that opens a connection and sends nothing, or has no stream, is closed: it would occupy an open file.
+SILENT = (
+    ("grpc.server_handshake_timeout_ms", int(1000 * deadlines.HELLO)),
+    ("grpc.max_connection_idle_ms", int(1000 * deadlines.HELLO)),
+)
 SIZES = (("grpc.max_receive_message_length", wire.LARGEST), ("grpc.max_send_message_length", wire.LARGEST))
-OPTIONS = (*KEEPALIVE, *WAITING, *SIZES, ("grpc.so_reuseport", 0))
+OPTIONS = (*KEEPALIVE, *WAITING, *SILENT, *SIZES, ("grpc.so_reuseport", 0))
 
 OFFERED = ("obs", "action", "max_episode_steps", "autoreset", "final_obs", "log")  # must be equal for all actors
 
@@ -78,7 +84,8 @@ class ActorServer:
         known: event that is set once ``facts`` is.
 
     Raises:
-        ConfigError: it cannot listen on the address, or other machines can reach it without token and TLS.
+        ConfigError: it cannot listen on the address, other machines can reach it without token and TLS, or this process
+            may open too few files.
     """
 
     def __init__(
@@ -105,6 +112,9 @@ class ActorServer:
         self._thread.start()
         try:
             self.address = self._on_loop(self._open(address))
+        except ConfigError:
+            self._stop_loop()
+            raise
         except (RuntimeError, OSError) as error:
             self._stop_loop()
             raise ConfigError("listen", address, f"an address that can be listened on ({error})") from error
@@ -117,7 +127,11 @@ class ActorServer:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(deadlines.SERVER)
 
     async def _open(self, address: str) -> str:
-        self._server = grpc.aio.server(options=OPTIONS)
+        slots = sum(table.size for table in self.tables.values() if table is not None)
+        most = connection_limit(slots, address)
+        if most < slots:
+            self.tell(f"at most {most} connections for {slots} slots: the limit of open files is low (ulimit -n)")
+        self._server = grpc.aio.server(options=(*OPTIONS, ("grpc.max_allowed_incoming_connections", most)))
         handler = grpc.stream_stream_rpc_method_handler(self._act)  # no serialisers: raw bytes
         service = grpc.method_handlers_generic_handler(wire.SERVICE, {wire.METHOD: handler})
         self._server.add_generic_rpc_handlers((service,))

@@ -16,6 +16,8 @@ from pql.config import Config, from_dict
 from pql.config.trust import check_task
 from pql.contract.env import VecEnv
 from pql.contract.optional import PartialReset, Resumable, supports
+from pql.engine.deadlines import start_limit
+from pql.engine.watchdog import watching
 from pql.errors import ConfigError, RunError
 from pql.run.store import checkpoint
 from pql.run.store.manifest import config_entries
@@ -42,7 +44,8 @@ def dumping(run_dir: Path, parts: "Parts", rank: int = 0) -> Iterator[None]:
         place = f"-rank{rank}" if rank else ""
         path = run_dir / "dumps" / f"steps-{parts.env_steps:012d}{place}"
         try:
-            dump(path, ended[0].config, ended[0].collector, parts.counters())
+            with watching(f"writing {path}", start_limit(ended[0].config.placement)):
+                dump(path, ended[0].config, ended[0].collector, parts.counters())
         except OSError as failed:
             raise RunError(f"{error} (no dump: {failed})") from error
         raise RunError(f"{error}; what led to it: {path}") from error

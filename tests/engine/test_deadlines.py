@@ -34,6 +34,8 @@ from pql.run.store.saver import Saver
 # -- the source: waits without a deadline ----------------------------------------------------------------------------
 
 PLAIN = ("get", "join", "wait", "recv", "acquire", "result", "communicate")  # wait for ever if they get no argument
+ALWAYS = ("readline", "readlines", "synchronize")  # take no timeout
+STREAMS = ("stream", "stdout", "stderr", "stdin", "pipe", "connection", "sock", "socket", "call")  # iterated: endless
 GIVEN = {  # module or object -> functions that wait for ever without the keyword ``timeout``, whatever else they get
     "subprocess": ("run", "call", "check_call", "check_output"),
     "request": ("urlopen",),
@@ -43,7 +45,7 @@ GIVEN = {  # module or object -> functions that wait for ever without the keywor
     "ray": ("get", "wait"),
 }
 STEP = "a simulator's step: its caller's deadline applies (watching)"
-DEVICE = "a copy on the device: its caller's deadline applies (watching, Streams)"
+DEVICE = "work on the device: its caller's deadline applies (watching, Streams)"
 ALLOWED = {
     "contract/conformance.py:groups": STEP,
     "contract/grouped.py:step": STEP,
@@ -61,6 +63,20 @@ ALLOWED = {
     "engine/central.py:of": "another replica's turn: that replica has a deadline, and its failure calls halt()",
     "remote/server.py:_converse": "an actor's next order: the run may be busy; the end of the stream cancels it",
     "remote/actor/client.py:_connect": "gRPC's thread, which reads the outbox until the None that ends the stream",
+    "remote/actor/client.py:_serve": "Alarm.within, which ends the stream",
+    "engine/graph.py:take": DEVICE,
+    "engine/graph.py:finish": DEVICE,
+    "envs/adapters/gymnasium.py:_wait": DEVICE,
+    "envs/mujoco/warp.py:_capture": DEVICE,
+    "envs/mujoco/warp.py:close": DEVICE,
+    "envs/stage.py:wait": DEVICE,
+    "remote/assembler.py:step": DEVICE,
+    "remote/process/shared_cuda.py:wait": DEVICE + "; the other process has that of ProcessVec.result",
+    "run/flight_recorder.py:dump": DEVICE,
+    "run/log/sinks.py:collect": DEVICE,
+    "run/log/sinks.py:_trim": "lines of a file on the disk",
+    "run/replicas.py:on_streams": DEVICE,
+    "run/store/saver.py:write": DEVICE,
     "engine/graph.py:_tensor": "a type of PyTorch's, no wait",
 }
 """``file:function`` below ``pql/`` -> the reason why the wait needs no deadline of its own."""
@@ -71,17 +87,24 @@ def receiver(node: ast.expr) -> str:
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
-def waits(call: ast.Call) -> bool:
-    """Return True for a call that waits and has no deadline, judged by its name and its arguments."""
-    if isinstance(call.func, ast.Name):  # iter(outbox.get, None)
-        first = call.args[0] if call.args else None
-        return (
-            call.func.id == "iter" and len(call.args) == 2 and isinstance(first, ast.Attribute) and first.attr in PLAIN
-        )
+def waits(call: ast.AST) -> bool:
+    """Return True for a call or a loop that waits and has no deadline, judged by its name and its arguments."""
+    if isinstance(call, ast.For | ast.AsyncFor | ast.comprehension):  # for message in stream
+        return receiver(call.iter) in STREAMS
+    assert isinstance(call, ast.Call)
+    if isinstance(call.func, ast.Name):  # iter(outbox.get, None), next(stream)
+        first = call.args[0] if call.args else ast.Constant(None)
+        if call.func.id == "next":
+            return receiver(first) in STREAMS
+        return call.func.id == "iter" and len(call.args) == 2 and receiver(first) in PLAIN
     if not isinstance(call.func, ast.Attribute):
         return False
     name, of = call.func.attr, receiver(call.func.value)
     keywords = {k.arg: k.value for k in call.keywords}
+    if name in ALWAYS:
+        return True
+    if name in ("flock", "lockf"):
+        return "LOCK_NB" not in ast.unparse(call)
     if name in GIVEN.get(of, ()):
         return "timeout" not in keywords
     if of == "select" and name == "select":
@@ -95,15 +118,19 @@ def waits(call: ast.Call) -> bool:
     return name in PLAIN and endless
 
 
+LOOPS = (ast.For, ast.AsyncFor, ast.comprehension)
+
+
 @functools.cache
-def calls(source: str) -> list[tuple[str, ast.Call]]:
-    """Return (function, call) of every call in a module."""
-    found, left = [], [("module", ast.parse(source))]
+def calls(source: str) -> list[tuple[str, ast.AST]]:
+    """Return (function, node) of every call and every loop in a module."""
+    found: list[tuple[str, ast.AST]] = []
+    left: list[tuple[str, ast.AST]] = [("module", ast.parse(source))]
     while left:
         where, node = left.pop()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             where = node.name
-        elif isinstance(node, ast.Call):
+        elif isinstance(node, (ast.Call, *LOOPS)):
             found.append((where, node))
         left += [(where, child) for child in ast.iter_child_nodes(node)]
     return found
@@ -111,7 +138,8 @@ def calls(source: str) -> list[tuple[str, ast.Call]]:
 
 def endless(source: str, name: str) -> list[tuple[str, str]]:
     """Return (file:function, call) of every wait without a deadline in a module."""
-    return [(f"{name}:{where}", ast.unparse(call)) for where, call in calls(source) if waits(call)]
+    found = [(where, node.iter if isinstance(node, LOOPS) else node) for where, node in calls(source) if waits(node)]
+    return [(f"{name}:{where}", ast.unparse(node)) for where, node in found]
 
 
 @functools.cache
@@ -145,7 +173,13 @@ PLANTED = (
     "ray.get(reference)",
     "await orders.get()",
     "iter(outbox.get, None)",
+    "next(self.stream, None)",
+    "process.stdout.readline()",
+    "fcntl.flock(file, fcntl.LOCK_EX)",
+    "torch.cuda.synchronize(device)",
+    "event.synchronize()",
 )
+LOOPED = ("for line in process.stdout: pass", "async for m in stream: pass", "[m for m in self.stream]")
 BOUNDED = (
     "settings.get('name')",
     "', '.join(words)",
@@ -158,6 +192,9 @@ BOUNDED = (
     "changed.wait_for(ready, 1.0)",
     "ray.get(reference, timeout=1)",
     "iter(words)",
+    "fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+    "next(one for one in found)",
+    "[one for one in streams]",
 )
 
 
@@ -166,6 +203,11 @@ def test_a_planted_wait_is_found(line):
     assert endless(f"async def work():\n    x = [{line}]\n", "run/new.py") == [
         ("run/new.py:work", line.removeprefix("await "))
     ]
+
+
+@pytest.mark.parametrize("line", LOOPED)
+def test_a_planted_loop_over_a_stream_is_found(line):
+    assert len(endless(f"async def work():\n    {line}\n", "run/new.py")) == 1
 
 
 @pytest.mark.parametrize("line", BOUNDED)
@@ -177,6 +219,8 @@ def numbers(source: str) -> list[str]:
     """Return the waits whose deadline is a number instead of a row of the table."""
     found = []
     for _, call in calls(source):
+        if not isinstance(call, ast.Call):
+            continue
         if isinstance(call.func, ast.Attribute) and call.func.attr in ("join", "wait", "result", "communicate", "run"):
             given = [*call.args, *(k.value for k in call.keywords if k.arg == "timeout")]
             if any(isinstance(v, ast.Constant) and type(v.value) in (int, float) and v.value > 0 for v in given):

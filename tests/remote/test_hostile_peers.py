@@ -6,7 +6,9 @@ import pickle
 import random
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import attackers
@@ -15,6 +17,7 @@ import pytest
 import torch
 from remotes import Raw, quiet, remote, wait_until
 
+from pql.engine import deadlines
 from pql.errors import ConfigError, RunError
 from pql.remote import protocol as wire
 from pql.remote.actor.client import ActorClient
@@ -80,6 +83,20 @@ def test_a_pickle_from_an_actor_is_never_executed(address, tmp_path, cases):
     check_payload(mark)
 
 
+@contextmanager
+def answering(address, act):
+    """Listen instead of a learner: ``act(requests, context)`` yields its messages."""
+    with ThreadPoolExecutor(2) as pool:
+        server = grpc.server(pool)
+        handler = grpc.stream_stream_rpc_method_handler(act)
+        service = grpc.method_handlers_generic_handler(wire.SERVICE, {wire.METHOD: handler})
+        server.add_generic_rpc_handlers((service,))
+        server.add_insecure_port(address)
+        server.start()
+        yield
+        server.stop(0).wait()
+
+
 @pytest.mark.fault(16, cases=(4, 20))
 def test_a_pickle_from_a_learner_is_never_executed(address, tmp_path, cases):
     """In every frame that an actor reads: it ends with an error, or ignores what it does not know."""
@@ -90,21 +107,43 @@ def test_a_pickle_from_a_learner_is_never_executed(address, tmp_path, cases):
         yield wire.pack(kind, run_id, 0, body)
         context.abort(STATUS.INVALID_ARGUMENT, "the end")
 
-    with ThreadPoolExecutor(2) as pool:
-        server = grpc.server(pool)
-        handler = grpc.stream_stream_rpc_method_handler(act)
-        service = grpc.method_handlers_generic_handler(wire.SERVICE, {wire.METHOD: handler})
-        server.add_generic_rpc_handlers((service,))
-        server.add_insecure_port(address)
-        server.start()
+    with answering(address, act):
         texts = list(bodies(mark))
         for i in range(cases):
             due.append(((wire.WELCOME, wire.RESET, wire.ACT, wire.BYE)[i % 4], rng.choice(texts)))
-            with pytest.raises((ConfigError, RunError, wire.WireError, OverflowError, ValueError)):
+            with pytest.raises((ConfigError, RunError)):
                 ActorClient(address, counters(), patience=0.1, tell=quiet).run()
-        server.stop(0).wait()
     assert not mark.exists()
     check_payload(mark)
+
+
+@pytest.mark.fault(30)
+@pytest.mark.parametrize(
+    ("admits", "why"), [(False, "not answered this actor for 0.3 s"), (True, "sent no request for 0.4 s")]
+)
+def test_a_learner_that_says_nothing_is_given_up(address, monkeypatch, admits, why):
+    """Its machine answers pings: the actor connects again."""
+    release = threading.Event()
+    monkeypatch.setattr(deadlines, "WELCOME", 0.3)
+    monkeypatch.setattr(deadlines, "ORDER", 0.4)
+
+    def act(requests, context):
+        if admits:
+            yield wire.pack_json(wire.WELCOME, wire.unpack(next(requests)).run_id, 0, {"actor": 1})
+        release.wait(60)
+
+    def tell(line):
+        said.append(line)
+        if "next attempt" in line:
+            client.leave.set()
+            release.set()
+
+    with answering(address, act):
+        said = []
+        client = ActorClient(address, counters(), tell=tell)
+        assert client.run() is None
+    assert f"the learner has {why}; next attempt" in said[-1]
+    assert len(said) == 1 + admits
 
 
 def resident():

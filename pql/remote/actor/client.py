@@ -9,7 +9,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
 from typing import Any, Protocol
@@ -17,9 +17,10 @@ from typing import Any, Protocol
 import grpc
 import numpy as np
 
+from pql.engine import deadlines
 from pql.engine.deadlines import Limit
 from pql.engine.watchdog import watching
-from pql.errors import ConfigError, RunError
+from pql.errors import ConfigError, RunError, printable
 from pql.remote import protocol as wire
 from pql.remote.process.far_build import describe_simulator
 from pql.remote.protocol import ACT, BYE, LOOPBACK, RESET, WELCOME, Frame, WireError, newest_frames, read_json_frame
@@ -57,6 +58,45 @@ class Simulator(Protocol):
 
 class EndedError(Exception):
     """The stream ended; the actor may reconnect. The message holds the reason."""
+
+
+class Alarm:
+    """While entered, ends a call of gRPC that waits too long: gRPC's own deadlines bound a whole stream.
+
+    Args:
+        cancel: ends the stream; called by another thread.
+
+    Attributes:
+        rang: the stream was ended.
+    """
+
+    def __init__(self, cancel: Callable[[], object]):
+        self.cancel, self.rang = cancel, False
+        self._due, self._over = float("inf"), threading.Event()
+        self._thread = threading.Thread(target=self._look, name="pql-actor-alarm", daemon=True)
+
+    def __enter__(self) -> "Alarm":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join(deadlines.WORKER)
+
+    def within(self, seconds: float, call: Callable[[], Any]) -> Any:
+        """Return ``call()``, whose error is that of a cancelled stream after ``seconds`` (``rang`` is then True)."""
+        self._due = time.monotonic() + seconds
+        try:
+            return call()
+        finally:
+            self._due = float("inf")
+
+    def _look(self) -> None:
+        while not self._over.wait(deadlines.LOOK):
+            if time.monotonic() >= self._due:
+                self.rang = True
+                self.cancel()
+                return
 
 
 class ActorClient:
@@ -106,7 +146,7 @@ class ActorClient:
 
         Raises:
             ConfigError: the learner rejects this actor permanently.
-            RunError: no learner within ``patience`` seconds.
+            RunError: no learner within ``patience`` seconds, or its messages are invalid.
         """
         attempt, alone_since = 0, time.monotonic()
         while not self.leave.is_set():
@@ -117,6 +157,8 @@ class ActorClient:
                 return why
             except EndedError as error:
                 reason = str(error)
+            except WireError as error:
+                raise RunError(f"an invalid message from the learner at {self.address}: {error}") from error
             now = time.monotonic()
             if self.steps > before:
                 attempt = 0
@@ -138,8 +180,11 @@ class ActorClient:
             show = () if self.token is None else (("authorization", f"Bearer {self.token}"),)
             stream = channel.stream_stream(f"/{wire.SERVICE}/{wire.METHOD}")(iter(outbox.get, None), metadata=show)
             try:
-                return self._serve(stream, outbox)
+                with Alarm(stream.cancel) as alarm:
+                    return self._serve(stream, outbox, alarm)
             except grpc.RpcError as error:
+                if alarm.rang:
+                    raise EndedError(self._silent()) from error
                 raise self._ended(error) from error
             finally:
                 self.connected = False
@@ -151,11 +196,11 @@ class ActorClient:
             return grpc.insecure_channel(self.address, options=OPTIONS)
         return grpc.secure_channel(self.address, self.credentials, options=OPTIONS)
 
-    def _serve(self, stream: Iterable[bytes], outbox: "SimpleQueue[bytes | None]") -> str | None:
+    def _serve(self, stream: Any, outbox: "SimpleQueue[bytes | None]", alarm: Alarm) -> str | None:
         """Answer the learner's requests."""
         run_id = int.from_bytes(os.urandom(8), "little")  # new for each connection, so that old frames are rejected
         outbox.put(wire.pack_json(wire.HELLO, run_id, 0, {"spec": self.facts, "role": self.role}))
-        for message in stream:
+        while (message := alarm.within(self._wait(), lambda: next(stream, None))) is not None:
             frame = wire.unpack(message)
             if frame.run_id != run_id:
                 raise WireError("an answer to another actor")
@@ -170,6 +215,14 @@ class ActorClient:
             else:
                 outbox.put(self._obey(frame))
         raise EndedError("the learner has closed the stream")
+
+    def _wait(self) -> float:
+        """Return the seconds within which the learner's next message must arrive."""
+        return deadlines.ORDER if self.connected else deadlines.WELCOME
+
+    def _silent(self) -> str:
+        what = "sent no request" if self.connected else "not answered this actor"
+        return f"the learner has {what} for {self._wait():g} s"
 
     def _welcome(self, said: Mapping[str, Any]) -> None:
         """Read WELCOME: the actor's number and the learner's time limits, which the watchdog here also applies."""
@@ -187,7 +240,7 @@ class ActorClient:
     def _obey(self, frame: Frame) -> bytes:
         if frame.kind == RESET:
             with self._watching("start_seconds"):
-                obs = self.sim.reset(int.from_bytes(frame.body, "little"))
+                obs = self.sim.reset(wire.read_seed(frame.body))
             return self.layout.pack_obs(frame.run_id, frame.seq, newest_frames(obs, self.stacks))
         if frame.kind != ACT:
             raise WireError(f"an unexpected request of kind {frame.kind}")
@@ -212,4 +265,4 @@ class ActorClient:
 
 
 def say_actor(line: str) -> None:
-    print(f"pql actor: {line}", file=sys.stderr, flush=True)
+    print(f"pql actor: {printable(line)}", file=sys.stderr, flush=True)
