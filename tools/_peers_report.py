@@ -37,7 +37,11 @@ def by_task(runs: list[Run], name: str) -> dict[str, np.ndarray]:
 
 
 def lead(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray], seed: int = 0) -> tuple[float, float, float]:
-    """Return (ours - theirs) / |theirs| of the means over seeds, averaged over the tasks that both have.
+    """Return by how much our returns, as means over seeds, exceed theirs, over the tasks that both have.
+
+    For one task it is (ours - theirs) / |theirs|. For several it is the geometric mean of ours / theirs, minus 1: in
+    an arithmetic mean one task with a large ratio would outweigh the others, and exchanging the two sides would not
+    give the inverse. It is NaN where a mean is not positive.
 
     Returns:
         (estimate, lower, upper), with the ends of the 95 % percentile bootstrap interval. Tasks are strata; within each
@@ -46,14 +50,19 @@ def lead(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray], seed: int =
     rng = np.random.default_rng(seed)
     tasks = [t for t in ours if t in theirs]
 
-    def relative(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        return (a.mean(-1) - b.mean(-1)) / np.abs(b.mean(-1))
+    def excess(a: list[np.ndarray], b: list[np.ndarray]) -> np.ndarray:
+        means = [(x.mean(-1), y.mean(-1)) for x, y in zip(a, b, strict=True)]
+        if len(means) == 1:
+            [(x, y)] = means
+            return (x - y) / np.abs(y)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return np.exp(np.mean([np.log(x) - np.log(y) for x, y in means], axis=0)) - 1
 
     def redrawn(values: np.ndarray) -> np.ndarray:
         return values[rng.integers(len(values), size=(DRAWS, len(values)))]
 
-    estimate = np.mean([relative(ours[t], theirs[t]) for t in tasks])
-    draws = np.mean([relative(redrawn(ours[t]), redrawn(theirs[t])) for t in tasks], axis=0)
+    estimate = excess([ours[t] for t in tasks], [theirs[t] for t in tasks])
+    draws = excess(*zip(*((redrawn(ours[t]), redrawn(theirs[t])) for t in tasks), strict=True))
     lower, upper = np.percentile(draws, (2.5, 97.5))
     return float(estimate), float(lower), float(upper)
 
@@ -91,6 +100,8 @@ def rows_of(runs: list[Run]) -> list[dict[str, Any]]:
                 if not ours:
                     continue
                 estimate, lower, upper = lead(ours, returns[peer])
+                if np.isnan([estimate, lower, upper]).any():
+                    continue
                 count = sum(len(v) for v in ours.values())
                 for what, number in (("lead", estimate), ("lower 95 %", lower), ("upper 95 %", upper)):
                     rows.append(row(f"{mine} over {peer}, {label}: {what}", number, "(ours-theirs)/theirs", count))

@@ -31,7 +31,10 @@ def test_iqm_by_hand(report):
 def test_lead_without_spread_is_exact(report):
     ours = {"a": np.full(5, 120.0), "b": np.full(5, 90.0), "c": np.full(2, 1.0)}
     theirs = {"a": np.full(5, 100.0), "b": np.full(3, 100.0)}
-    assert report.lead(ours, theirs) == pytest.approx((0.05, 0.05, 0.05))
+    middle = (1.2 * 0.9) ** 0.5 - 1
+    assert report.lead(ours, theirs) == pytest.approx((middle, middle, middle))
+    assert report.lead(theirs, ours)[0] == pytest.approx(1 / (1.2 * 0.9) ** 0.5 - 1)  # the inverse
+    assert np.isnan(report.lead({**ours, "a": np.full(5, -1.0)}, theirs)[0])
     assert report.lead({"a": np.full(2, -50.0)}, {"a": np.full(2, -100.0)}) == pytest.approx((0.5, 0.5, 0.5))
 
 
@@ -48,9 +51,9 @@ def test_lead_redraws_the_seeds_of_both_sides_within_each_task(report):
     found = stats.bootstrap((ours["a"], theirs["a"]), one, method="percentile", n_resamples=20_000, rng=2)
     assert estimate == pytest.approx(one(ours["a"], theirs["a"]))
     assert (lower, upper) == pytest.approx(tuple(found.confidence_interval), abs=0.01)
-    # Two strata: the variances of the tasks' own leads add up to four times that of their mean.
-    spread = [report.lead({t: ours[t]}, {t: theirs[t]}) for t in "ab"]
-    both = report.lead(ours, theirs)
+    # Two strata: the variances of the logarithms of the tasks' own ratios add up to four times that of their mean.
+    spread = [np.log1p(report.lead({t: ours[t]}, {t: theirs[t]})) for t in "ab"]
+    both = np.log1p(report.lead(ours, theirs))
     assert both[0] == pytest.approx((spread[0][0] + spread[1][0]) / 2)
     width = np.hypot(*(s[2] - s[1] for s in spread)) / 2
     assert both[2] - both[1] == pytest.approx(width, rel=0.1)
