@@ -28,6 +28,7 @@ from pql.run.guard import FrozenPolicy, NonFiniteMonitor, naming_memory, short_o
 from pql.run.log import sinks as log
 from pql.run.log.closing import closing_words
 from pql.run.log.console import Console, announced
+from pql.run.log.console_log import CONSOLE_LOG
 from pql.run.log.film import Filmer
 from pql.run.play import can_film, check_video_packages
 from pql.run.policy import check_finite, fresh_policy, init_from, snapshot
@@ -117,6 +118,8 @@ class Session:
             ticks = 0
             self._start_new(overrides)
         resumed_at = self.env_steps if resume else None
+        if self.console and ranks.first:
+            self.console.record(self.run_dir / CONSOLE_LOG)
         self._warm_up(ticks)
         self.sinks = log.Sinks([])
         if ranks.first:
@@ -253,6 +256,8 @@ class Session:
 
     def warn(self, text: str) -> None:
         """Report a problem that does not end the run."""
+        if self.console:
+            self.console.note(f"warning: {text}")
         warnings.warn(text, PqlWarning, stacklevel=2)
 
     def _counters(self) -> dict[str, float]:
@@ -298,6 +303,8 @@ class Session:
                 error.add_note(f"its last policy is kept: pql eval {run}")
             else:
                 error.add_note("nothing had been saved")
+            if self.console:
+                self.console.note("\n".join([f"error: {first_line(error)}", *error.__notes__]))
             raise
 
     def _loop(self) -> None:

@@ -96,9 +96,9 @@ class Feed:
         return newest(self.path / "videos", ".mp4")
 
     def log(self) -> Path | None:
-        """Return the log of the run: a file in its directory, or next to it with its name, as sweeps write."""
+        """Return the log of the run: a file next to its directory with its name, as sweeps write, else one in it."""
         beside = self.path.with_suffix(".log")
-        return newest(self.path, ".log") or (beside if ordinary(beside) else None)
+        return beside if ordinary(beside) else newest(self.path, ".log")
 
     def head(self) -> dict[str, Any]:
         """Return the run's line in the list of runs."""

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from pql.config import BudgetConfig, Config, to_dict
 from pql.config.validate import likely_device
 from pql.engine import deadlines
+from pql.run.log.console_log import ConsoleLog
 
 Row = dict[str, float]
 EVERY = 8.0  # seconds between two plain lines
@@ -122,7 +123,7 @@ def announced(config: Config, run_dir: Path | None) -> "Console":
 
 
 class Console:
-    """Shows a run's progress. Errors in printing, such as a closed pipe, do not stop training.
+    """Shows a run's progress, and copies it to a file. Errors in printing, such as a closed pipe, do not stop training.
 
     Args:
         title: of the run.
@@ -134,6 +135,8 @@ class Console:
     def __init__(self, title: str, budget: Row, console: Any = None, clock: Callable[[], float] = time.monotonic):
         self.progress = RunProgress(title, budget, clock)
         self.face = make_face(self.progress, console)
+        self.copy: Lines | None = None
+        self._said: list[str] = []  # before there is a copy
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="pql-console", daemon=True)
         self._thread.start()
@@ -142,6 +145,16 @@ class Console:
         while not self._closed.wait(1.0):
             with _unheard():
                 self.face.beat()
+            if self.copy:
+                self.copy.beat()
+
+    def record(self, path: Path) -> None:
+        """From now on copy all lines to a file, in the form of plain output; those printed so far come first."""
+        self.log = ConsoleLog(path)
+        copy = Lines(self.progress, self.log)
+        for text in self._said:
+            copy.say(text)
+        self.copy, self._said = copy, []
 
     def write(self, row: Row) -> None:
         """Display a row of metrics."""
@@ -150,6 +163,8 @@ class Console:
         self.progress.latest = seen | row | ahead
         with _unheard():
             self.face.show("eval/return_mean" in row)
+        if self.copy:
+            self.copy.show("eval/return_mean" in row)
 
     @contextlib.contextmanager
     def doing(self, what: str, detail: Callable[[], str] = str) -> Iterator[None]:
@@ -167,14 +182,24 @@ class Console:
         """Print lines."""
         with _unheard():
             self.face.say(text)
+        self.note(text)
+
+    def note(self, text: str) -> None:
+        """Write lines to the copy only: what standard error has."""
+        if self.copy:
+            self.copy.say(text)
+        elif len(self._said) < REPEAT_HEADER:
+            self._said.append(text)
 
     def close(self) -> None:
-        """Stop updating; the last state stays. Lines can still be printed with :meth:`say`."""
+        """Stop updating; the last state stays. Lines can still be said; a second call saves them in the copy."""
         if not self._closed.is_set():
             self._closed.set()
             self._thread.join(timeout=deadlines.CONSOLE)
             with _unheard():
                 self.face.close()
+        if self.copy:
+            self.log.flush()
 
 
 @contextlib.contextmanager
