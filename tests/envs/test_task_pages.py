@@ -12,22 +12,30 @@ Image = pytest.importorskip("PIL.Image")
 
 from test_tools import tool as tool
 
+from pql.contract.env import Discrete, make_env
 from pql.envs.mujoco import TASKS
 from pql.errors import ConfigError
 
 FOLDER = Path(__file__).parents[2] / "docs" / "tasks"
+PAGE = (FOLDER / "README.md").read_text()
 ROWS = {
     row[1]: [cell.strip() for cell in row[0].strip("|\n").split("|")]
-    for row in re.finditer(r"^\| `(\w+)` \|.*$", (FOLDER / "README.md").read_text(), re.M)
+    for row in re.finditer(r"^\| `(\w+)` \|.*\d / \d.*$", PAGE, re.M)
 }
+REWARDS = {name for line in re.findall(r"^\* ([^:]*):", PAGE, re.M) for name in re.findall(r"`(\w+)`", line)}
 
 
-@pytest.mark.parametrize("name", TASKS)
-def test_a_task_has_a_row_with_its_sizes_and_a_picture(name):
-    spec = TASKS[name].describe(1)
+DRAWN = ("pendulum", "cartpole_swingup", "cartpole", "ball_balance", "catch", "tmaze")
+
+
+@pytest.mark.parametrize("name", [*TASKS, *DRAWN])
+def test_a_task_has_a_row_with_its_sizes_a_picture_and_its_reward(name):
+    spec = TASKS[name].describe(1) if name in TASKS else make_env(name, num_envs=1).spec
+    assert name in REWARDS, f"docs/tasks/README.md does not describe the reward of {name}"
     assert name in ROWS, f"docs/tasks/README.md has no row for {name}"
     _, shown, sizes, *_ = ROWS[name]
-    assert sizes == f"{' x '.join(map(str, spec.obs['policy'].shape))} / {spec.action.size}"
+    actions = spec.action.n if isinstance(spec.action, Discrete) else spec.action.size
+    assert sizes == f"{' x '.join(map(str, spec.obs['policy'].shape))} / {actions}"
     if shown != "as above":
         assert shown == f"![]({name}.png)"
         file = FOLDER / f"{name}.png"
@@ -79,9 +87,11 @@ def test_what_the_page_says_about_allegros_masses_is_so():
 
 def test_pictures_are_drawn(tool, tmp_path, capsys):
     pictures = tool("picture_tasks")
-    pictures.main(["ballbalance_pixels", "--out", str(tmp_path), "--steps", "1"])  # torch draws it: anywhere
+    pictures.main(["ballbalance_pixels", "tmaze", "--out", str(tmp_path), "--steps", "1"])  # drawn without OpenGL
     with Image.open(tmp_path / "ballbalance_pixels.png") as image:
         assert (image.size, image.mode) == ((336, 336), "L")
+    with Image.open(tmp_path / "tmaze.png") as image:
+        assert image.size == (480, 360)
     with pytest.raises(SystemExit):
         pictures.main(["hoper"])
-    assert "no MuJoCo tasks: hoper" in capsys.readouterr().err
+    assert "no pictures of hoper" in capsys.readouterr().err
