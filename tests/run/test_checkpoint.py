@@ -184,6 +184,24 @@ def test_rotation_after_a_crash_keeps_what_was_being_replaced(tmp_path):
     assert value_at(tmp_path / "best") == 1.0
 
 
+@pytest.mark.fault(11)
+def test_a_crash_while_older_points_are_deleted_leaves_no_half_of_one(tmp_path, monkeypatch):
+    for i in (1, 2, 3):
+        save(tmp_path / f"tick-{i}", tree(float(i)), {})
+
+    def half(path, **options):
+        next(path.iterdir()).unlink()
+        raise Crash
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", half)
+        with pytest.raises(Crash):
+            rotate(tmp_path, keep=1)
+    assert all(value_at(path) == int(path.name[5:]) for path in checkpoint.resume_points(tmp_path))
+    rotate(tmp_path, keep=1)
+    assert [p.name for p in tmp_path.iterdir()] == ["tick-3"]
+
+
 def test_a_reader_beside_a_writer_retries(tmp_path, monkeypatch):
     """The checkpoint is replaced after its manifest has been read and before its tensors are."""
     save(tmp_path / "last", tree(1.0), {})
@@ -197,6 +215,34 @@ def test_a_reader_beside_a_writer_retries(tmp_path, monkeypatch):
 
     monkeypatch.setattr(checkpoint, "_sha256", replace_first)
     assert value_at(tmp_path / "last") == 2.0
+
+
+def test_a_reader_that_finds_the_old_one_retries_once_the_new_one_is_complete(tmp_path, monkeypatch):
+    """It is deleted after the reader has looked for it and before its files are read."""
+    save(tmp_path / "last", tree(1.0), {})
+    (tmp_path / "last").rename(tmp_path / ".old-last")  # between the renames of a save
+    real, calls = checkpoint._read, []
+
+    def read(path, kinds):
+        if path.name == ".old-last" and not calls:
+            calls.append(path)
+            save(tmp_path / "last", tree(2.0), {})
+        return real(path, kinds)
+
+    monkeypatch.setattr(checkpoint, "_read", read)
+    assert value_at(tmp_path / "last") == 2.0
+    assert calls
+
+
+def test_a_damaged_checkpoint_is_read_once(tmp_path, monkeypatch):
+    """A replay of gigabytes is not hashed again where nobody has replaced it."""
+    save(tmp_path / "last", tree(1.0), {})
+    truncate(tmp_path / "last")
+    real, calls = checkpoint._sha256, []
+    monkeypatch.setattr(checkpoint, "_sha256", lambda path: (calls.append(path), real(path))[1])
+    with pytest.raises(CorruptCheckpointError):
+        load(tmp_path / "last")
+    assert len(calls) == 1
 
 
 # -- damage ---------------------------------------------------------------------------------------------------------
@@ -291,7 +337,17 @@ def test_a_damaged_newest_point_does_not_outlive_the_good_ones(tmp_path):
     save(folder / "tick-4", tree(4.0), {})
     rotate(folder, keep=2)
     assert [p.name for p in points(tmp_path)] == ["tick-2", "tick-4"]
-    assert (folder / "damaged-tick-3").exists()
+    assert (folder / "skipped-tick-3").exists()
+
+
+def test_every_point_that_was_skipped_stays_where_the_same_tick_comes_again(tmp_path):
+    for i in range(3):
+        save(tmp_path / "tick-1", tree(1.0), {})
+        save(tmp_path / "tick-2", tree(10.0 + i), {})
+        set_aside(tmp_path, keep_up_to=tmp_path / "tick-1")
+    names = ["skipped-tick-2", "skipped-tick-2-2", "skipped-tick-2-3"]
+    assert [value_at(tmp_path / name) for name in names] == [10.0, 11.0, 12.0]
+    assert checkpoint.resume_points(tmp_path) == [tmp_path / "tick-1"]
 
 
 @pytest.mark.fault(15)
@@ -495,12 +551,15 @@ def test_finding_a_checkpoint(tmp_path):
     folder = tmp_path / "checkpoints"
     with pytest.raises(ConfigError, match="expected a run directory with a checkpoint"):
         checkpoint.find(tmp_path)
-    save(folder / "tick-1", tree(1.0), {})
-    assert checkpoint.find(tmp_path)[2] == folder / "tick-1"
     save(folder / "best", tree(2.0), {})
     assert checkpoint.find(tmp_path)[2] == folder / "best"
+    save(folder / "tick-1", tree(1.0), {})
+    assert checkpoint.find(tmp_path)[2] == folder / "tick-1"
+    save(folder / "tick-2", tree(1.0), {})
+    assert checkpoint.find(tmp_path)[2] == folder / "tick-2"
     save(folder / "last", tree(3.0), {})
     assert checkpoint.find(tmp_path)[2] == folder / "last"
+    assert checkpoint.find(tmp_path, whole=True)[2] == folder / "tick-2"
     assert checkpoint.find(folder / "tick-1")[2] == folder / "tick-1"
     (folder / "last").rename(folder / ".old-last")  # the moment between a save's renames
     assert checkpoint.find(tmp_path)[0]["a/w"][0, 0] == 3.0

@@ -121,6 +121,35 @@ def test_a_new_budget_outlives_a_sitting_that_was_killed_before_it_saved(folder)
     assert resume(folder).env_steps == 640
 
 
+@pytest.mark.fault(11)
+@pytest.mark.parametrize("stage", ["a half deleted point", "rotation", "the settings of a resumed run"])
+def test_a_run_that_was_killed_at_any_stage_resumes(folder, monkeypatch, stage):
+    class Killed(BaseException):
+        pass
+
+    def half(path, **options):
+        (path / "manifest.json").unlink()
+        raise Killed
+
+    def die(path):
+        raise Killed
+
+    oldest, newest = points(folder)
+    with monkeypatch.context() as patch:
+        if stage == "a half deleted point":  # as older releases left them
+            (oldest / "manifest.json").unlink()
+        elif stage == "rotation":
+            patch.setattr(shutil, "rmtree", half)
+            with pytest.raises(Killed):
+                checkpoint.rotate(folder / "checkpoints", 1)
+        else:
+            patch.setattr(checkpoint, "sync", die)
+            with pytest.raises(Killed):
+                Session(resume_config(folder, ["budget.env_steps=640"]), resume=True, quiet=True)
+    assert resume(folder, "budget.env_steps=640").env_steps == 640
+    assert points(folder)[-1].name > newest.name
+
+
 @pytest.mark.fault(34)
 @pytest.mark.parametrize("text", ["3", "{a: 1}", "text", "[", "\x00"])
 def test_a_damaged_overrides_yaml_does_not_end_a_run(folder, text):
@@ -154,7 +183,7 @@ def damage(path):
 def test_a_damaged_policy_is_named_and_the_next_best_is_taken(folder):
     kept = folder / "checkpoints"
     newest, before = points(folder)[::-1]
-    order = [kept / "last", kept / "best", newest, before]
+    order = [kept / "last", newest, before, kept / "best"]
     for i, path in enumerate(order[:-1]):
         damage(path)
         with pytest.warns(PqlWarning) as told:
@@ -168,7 +197,7 @@ def test_a_damaged_policy_is_named_and_the_next_best_is_taken(folder):
         assert said[-1].endswith(f"; taking {order[i + 1].name} instead")
         assert load_policy(order[i + 1])(torch.zeros(2, 3)).shape == (2, 1)
     damage(order[-1])
-    with pytest.warns(PqlWarning), pytest.raises(CorruptCheckpointError, match=before.name):
+    with pytest.warns(PqlWarning), pytest.raises(CorruptCheckpointError, match="checkpoints/best"):
         open_stored(folder)
     with pytest.raises(CorruptCheckpointError, match="checkpoints/last: expected an intact"):
         open_stored(kept / "last")  # asked for by name: nothing else will do
@@ -177,9 +206,10 @@ def test_a_damaged_policy_is_named_and_the_next_best_is_taken(folder):
 @pytest.mark.fault(12)
 def test_the_command_evaluates_the_next_best_policy_and_says_so(folder, capsys):
     damage(folder / "checkpoints" / "last")
-    with pytest.warns(PqlWarning, match="checkpoints/last: .*; taking best instead"):
+    newest = points(folder)[-1]
+    with pytest.warns(PqlWarning, match=f"checkpoints/last: .*; taking {newest.name} instead"):
         assert main(["eval", str(folder), "num_envs=1", "episodes=1"]) == 0
-    assert f"policy: {folder / 'checkpoints' / 'best'}" in capsys.readouterr().out
+    assert f"policy: {newest}" in capsys.readouterr().out
 
 
 @pytest.mark.fault(12)

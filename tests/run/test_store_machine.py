@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from machines import effort
 
+from pql.config import from_dict
 from pql.data import tensorfile
 from pql.errors import ConfigError, PqlWarning
 from pql.run.store import checkpoint
 from pql.run.store.checkpoint import CorruptCheckpointError
 from pql.run.store.claim import LOCK, Claim, claim, claim_new, holder
+from pql.run.store.manifest import config_entries
 
 
 class Killed(BaseException):
@@ -64,16 +66,19 @@ def killed_after(steps):
         yield
 
 
+SETTINGS = [config_entries(from_dict({"seed": seed})) for seed in (0, 1)]
+SPEC = {"name": "x", "obs": {"policy": {"shape": [1], "dtype": "float32"}}, "action": 1, "max_episode_steps": None}
 STEPS = st.none() | st.integers(0, 12)
 
 
 class CheckpointMachine(RuleBasedStateMachine):
-    """``kept``: name -> value of every checkpoint; None if it is damaged."""
+    """``kept``: name -> value of every checkpoint; None if it is damaged. ``seeds``: name -> seed in its manifest; None
+    if that is damaged."""
 
     def __init__(self):
         super().__init__()
         self.folder = Path(tempfile.mkdtemp())
-        self.kept, self.tick, self.value = {}, 0, 0.0
+        self.kept, self.seeds, self.tick, self.value, self.seed = {}, {}, 0, 0.0, 0
 
     def teardown(self):
         shutil.rmtree(self.folder)
@@ -88,23 +93,32 @@ class CheckpointMachine(RuleBasedStateMachine):
         except CorruptCheckpointError:
             return None
 
+    def seed_of(self, name):
+        """The seed in a manifest; None if it is damaged."""
+        try:
+            return checkpoint._manifest(self.folder / name, ())["config"]["seed"]
+        except (OSError, ValueError):
+            return None
+
     @rule(where=st.sampled_from(["new", "new", "newest", "last", "best"]), steps=STEPS)
     def save(self, where, steps):
         self.tick += where == "new" or not self.points()
         name = where if where in ("last", "best") else f"tick-{self.tick:03d}"
         self.value += 1
+        counters = {"ticks": self.tick, "seconds": 0.0}
+        facts = {"kind": "resume", **SETTINGS[self.seed], "spec": SPEC, "counters": counters}
         try:
             with killed_after(steps):
-                checkpoint.save(self.folder / name, {"a": torch.tensor(self.value)}, {"ticks": self.tick})
+                checkpoint.save(self.folder / name, {"a": torch.tensor(self.value)}, facts)
         except Killed:
             found = self.stored(name)
             assert found in (self.value, self.kept.get(name))  # the new one or the one before, nothing else
             if found == self.value:
-                self.kept[name] = found
+                self.kept[name], self.seeds[name] = found, self.seed
             if where == "new" and found is None:
                 self.tick -= 1
         else:
-            self.kept[name] = self.value
+            self.kept[name], self.seeds[name] = self.value, self.seed
             assert not (self.folder / f".writing-{name}").exists()
             assert not (self.folder / f".old-{name}").exists()
 
@@ -116,14 +130,11 @@ class CheckpointMachine(RuleBasedStateMachine):
                 checkpoint.rotate(self.folder, keep)
         except Killed:
             for name in leaving:
-                if (self.folder / name).exists():
-                    assert self.stored(name) in (None, self.kept[name])
-                    self.kept[name] = self.stored(name)
-                else:
+                if not (self.folder / name).exists():  # else it is whole
                     del self.kept[name]
             return
         self.kept = {name: self.kept[name] for name in staying}
-        assert {p.name for p in self.folder.iterdir()} == staying
+        assert {p.name for p in self.folder.iterdir() if not p.name.startswith("skipped-")} == staying
 
     @rule(data=st.data(), file=st.sampled_from([checkpoint.TENSORS, checkpoint.MANIFEST]))
     def damage(self, data, file):
@@ -133,6 +144,24 @@ class CheckpointMachine(RuleBasedStateMachine):
                 if path.exists():
                     path.write_bytes(path.read_bytes()[:-3])
             self.kept[name] = None
+            if file == checkpoint.MANIFEST:
+                self.seeds[name] = None
+
+    @rule(steps=STEPS)
+    def amend(self, steps):
+        """A resumed run begins: its settings go into all points, except those whose manifest is damaged."""
+        self.seed = 1 - self.seed
+        config = from_dict({"seed": self.seed})
+        try:
+            with killed_after(steps):
+                checkpoint.amend_manifest(self.folder, config)
+        except Killed:
+            pass
+        else:
+            assert all(self.seed_of(name) in (None, self.seed) for name in self.points())
+        for name in self.points():
+            assert self.seed_of(name) in (self.seeds[name], self.seeds[name] if self.seeds[name] is None else self.seed)
+            self.seeds[name] = self.seed_of(name)
 
     @rule()
     def set_aside(self):
@@ -140,17 +169,19 @@ class CheckpointMachine(RuleBasedStateMachine):
         intact = [name for name in self.points() if self.kept[name] is not None]
         if intact:
             checkpoint.recover(self.folder)
-            for old in self.folder.glob("damaged-*"):
-                shutil.rmtree(old)
+            before = {*self.folder.glob("skipped-*")}
             checkpoint.set_aside(self.folder, self.folder / intact[-1])
-            for name in [name for name in self.points() if name > intact[-1]]:
-                assert (self.folder / f"damaged-{name}").exists()
-                shutil.rmtree(self.folder / f"damaged-{name}")
+            newer = [name for name in self.points() if name > intact[-1]]
+            aside = {*self.folder.glob("skipped-*")} - before
+            assert len(aside) == len(newer)
+            assert all(any(path.name.startswith(f"skipped-{name}") for path in aside) for name in newer)
+            for name in newer:
                 del self.kept[name]
 
     @invariant()
     def a_reader_finds_the_newest_intact_one(self):
         assert {name: self.stored(name) for name in self.kept} == self.kept
+        assert {name: self.seed_of(name) for name in self.kept} == {name: self.seeds[name] for name in self.kept}
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
             intact = [name for name in self.points() if self.kept[name] is not None]

@@ -6,6 +6,7 @@ Nothing is unpickled. Files are synced before the rename that makes them visible
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -27,6 +28,7 @@ from pql.run.store.manifest import FORMAT, NewerFormatError, check_manifest, che
 from pql.types import Rows
 
 TENSORS, MANIFEST = "tensors.safetensors", "manifest.json"
+TRIES = 5  # reads of a checkpoint that is being replaced
 LATER = ("quarantine", "final_obs")  # entries that checkpoints of older releases lack: they keep their initial values
 
 
@@ -152,12 +154,29 @@ def load(path: Path, kinds: Sequence[str] = ()) -> tuple[dict[str, Tensor], dict
         CorruptCheckpointError: incomplete, truncated, altered, or with an invalid manifest.
         ConfigError: written by another release, in a format or with settings that this one does not know.
     """
-    try:
-        return _read(path, kinds)
-    except CorruptCheckpointError:
-        if not path.exists() and _old(path).exists():  # interrupted (or still) between the two renames of ``save``
-            return _read(_old(path), kinds)
-        return _read(path, kinds)  # replaced between the reads of its two files
+    for _ in range(TRIES):
+        found, before = _present(path), _stamp(path)
+        try:
+            return _read(found, kinds)
+        except CorruptCheckpointError:
+            if _stamp(path) == before:
+                raise
+    return _read(_present(path), kinds)
+
+
+def _stamp(path: Path) -> list[tuple[int, int] | None]:
+    """Return what changes when :func:`save` replaces the checkpoint: identity and time of its folder and the old one's.
+
+    A save has two renames and a deletion, so that a reader may see three states of the same checkpoint.
+    """
+    found: list[tuple[int, int] | None] = []
+    for folder in (path, _old(path)):
+        try:
+            facts = folder.stat()
+            found.append((facts.st_ino, facts.st_mtime_ns))
+        except OSError:
+            found.append(None)
+    return found
 
 
 def _read(path: Path, kinds: Sequence[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -227,8 +246,11 @@ def amend_manifest(folder: Path, config: Config) -> None:
         OSError: it cannot be written; the old manifest is kept.
     """
     for path in resume_points(folder):
-        with contextlib.suppress(ValueError):
-            _write_manifest(_present(path), {**_manifest(path, ("resume",)), **config_entries(config)})
+        try:
+            manifest = _manifest(path, ("resume",))
+        except (OSError, ValueError):  # readers skip it as well
+            continue
+        _write_manifest(_present(path), {**manifest, **config_entries(config)})
 
 
 def of_rank(folder: Path, rank: int) -> Path:
@@ -237,7 +259,7 @@ def of_rank(folder: Path, rank: int) -> Path:
 
 
 def find(path: Path, kinds: Sequence[str] = (), whole: bool = False) -> tuple[dict[str, Tensor], dict[str, Any], Path]:
-    """Return a checkpoint, or that of a run: the last policy, else the best, else the newest resume point.
+    """Return a checkpoint, or that of a run: the last policy, else the newest resume point, else the best policy.
 
     Damaged checkpoints of a run are skipped with a warning.
 
@@ -251,8 +273,9 @@ def find(path: Path, kinds: Sequence[str] = (), whole: bool = False) -> tuple[di
     if (path / MANIFEST).exists() or (path / TENSORS).exists():
         return (*load(path, kinds), path)
     folder = path / "checkpoints"
-    policies, points = [folder / "last", folder / "best"], resume_points(folder)[::-1]
-    known = [p for p in (points + policies if whole else policies + points) if p.exists() or _old(p).exists()]
+    last, points = [folder / "last"], resume_points(folder)[::-1]
+    order = [*points, *last] if whole else [*last, *points]
+    known = [p for p in [*order, folder / "best"] if p.exists() or _old(p).exists()]
     if not known:
         raise ConfigError("run", path, "a run directory with a checkpoint, or a checkpoint in one (with manifest.json)")
     for i, candidate in enumerate(known, 1):
@@ -272,18 +295,29 @@ def home(path: Path) -> Path:
 
 
 def set_aside(folder: Path, keep_up_to: Path) -> None:
-    """Rename the resume points newer than ``keep_up_to``, which are damaged, so that they are no longer found."""
+    """Rename the resume points newer than ``keep_up_to``, which cannot be used, so that they are no longer found.
+
+    They are damaged, or another rank lacks them.
+    """
     for path in resume_points(folder):
         if path.name > keep_up_to.name:
-            path.rename(path.with_name(f"damaged-{path.name}"))
+            endings = itertools.chain([""], (f"-{i}" for i in itertools.count(2)))
+            names = (folder / f"skipped-{path.name}{ending}" for ending in endings)
+            path.rename(next(name for name in names if not name.exists()))
 
 
 def rotate(folder: Path, keep: int) -> None:
     """Delete all but the newest ``keep`` resume points, and the leftovers of interrupted saves."""
     with contextlib.suppress(OSError):
         recover(folder)
-    for path in [*resume_points(folder)[:-keep], *folder.glob(".writing-*"), *folder.glob(".old-*")]:
+    replaced = (old for old in folder.glob(".old-*") if old.with_name(old.name.removeprefix(".old-")).exists())
+    for path in [*folder.glob(".removing-*"), *folder.glob(".writing-*"), *replaced]:
         shutil.rmtree(path, ignore_errors=True)
+    for path in resume_points(folder)[:-keep]:
+        removing = path.with_name(f".removing-{path.name}")
+        with contextlib.suppress(OSError):
+            path.rename(removing)  # if the process dies here, nobody takes what is left for a resume point
+            shutil.rmtree(removing, ignore_errors=True)
 
 
 def recover(folder: Path) -> None:
