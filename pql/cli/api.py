@@ -38,7 +38,7 @@ def train(
     Returns:
         the run's ``Summary`` (``return_mean``, ``run_dir``, ``checkpoint``, ...).
     Raises:
-        ConfigError: an invalid override, or an unsupported environment.
+        ConfigError: an invalid override, a callback that is no function, or an unsupported environment.
         RunError: the run failed after it started.
     """
     from pql.config.compose import words_of
@@ -177,10 +177,12 @@ def launch(
     from pql.config.validate import likely_device
     from pql.contract.registry import check_name
     from pql.engine.world import world
+    from pql.run.callbacks import several
     from pql.run.log.console import announced, opening
     from pql.run.resume import resume_config
     from pql.run.store import run_dir as rundir
 
+    options["callbacks"] = several(options.get("callbacks", ()))
     resume, alone = run_dir is not None, world().size == 1
     speaks = not quiet and not world().rank
     if run_dir is not None and speaks and rundir.holds_run(run_dir):

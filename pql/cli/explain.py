@@ -1,4 +1,4 @@
-"""``pql train --cfg``, ``--help algo=NAME`` and ``--dry-run``: a run's settings and cost, without running it."""
+"""``pql train --cfg``, ``--cfg-diff``, ``--help algo=NAME``, ``--dry-run``: what a run would be, without running it."""
 
 import itertools
 import os
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pql.cli.tables import table
 from pql.config import BudgetConfig, Config, leaves
-from pql.config.compose import trace
+from pql.config.compose import WORDS, trace, without_words
 from pql.config.fields import Setting, condition_text, is_read, settings
 from pql.config.layers import Layer
 from pql.config.validate import likely_device
@@ -33,6 +33,27 @@ def print_config(overrides: Sequence[str]) -> int:
     sources = sources_of(config, layers)
     notes = (f"# {sources[one.name]}{unread(config, one)}" for one in settings(config))
     emit(table([[f"{one.name}={shown(one.value)}", note] for one, note in zip(settings(config), notes, strict=True)]))
+    return 0
+
+
+def print_difference(overrides: Sequence[str]) -> int:
+    """Print the presets of the run, and each setting that the command line changes with its preset's value; return 0.
+
+    Raises:
+        ConfigError: a wrong setting.
+    """
+    config, layers = trace(overrides, likely_device)
+    sources, before = sources_of(config, layers), dict(leaves(without_words(layers)))
+    rows = [
+        [
+            f"{name}={shown(value)}",
+            "# in no preset" if before.get(name, "") == "" else f"# preset: {shown(before[name])}",
+        ]
+        for name, value in leaves(config)
+        if sources[name] == WORDS and (name not in before or value != before[name])
+    ]
+    emit(f"# presets: {', '.join(layer.source for layer in layers[:-1])}")
+    emit(table(rows) if rows else "# no setting differs from them")
     return 0
 
 

@@ -54,7 +54,7 @@ COMMANDS: dict[str, dict[str, type]] = {
     "completion": {},
 }
 FLAGS: dict[str, tuple[str, ...]] = {
-    "train": ("-m", "--multirun", "--cfg", "--dry-run", "--presets", "-h", "--help"),
+    "train": ("-m", "--multirun", "--cfg", "--cfg-diff", "--dry-run", "--presets", "-h", "--help"),
     "resume": ("--trust",),
     "eval": ("--trust",),
     "play": ("--live", "--browser", "--trust"),
@@ -111,13 +111,16 @@ def print_cause(error: Exception, text: str) -> None:
 def presets_as_setting(words: Sequence[str]) -> list[str]:
     """Rewrite ``--presets DIR``, which may be anywhere among the settings, as ``presets=DIR``.
 
-    Likewise, of ``pql sweep``, ``--backend NAME`` as ``backend=NAME`` and ``--start`` as ``start=true``.
+    Likewise, of ``pql sweep``, ``--backend NAME`` as ``backend=NAME`` and ``--start`` as ``start=true``. Hydra's
+    ``--cfg job`` is ``--cfg``.
     """
     names = ("--presets", "--backend") if words[0] == "sweep" else ("--presets",)
     out: list[str] = []
     for word in words:
         if out and out[-1] in names:
             out[-1] = f"{out[-1].removeprefix('--')}={word}"
+        elif word == "job" and out[-1:] == ["--cfg"]:
+            pass
         elif word == "--start" and "--backend" in names:
             out.append("start=true")
         else:
@@ -185,7 +188,14 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="a run for every combination: pql train -m algo=pql,sac seed=1,2,3",
     )
-    train.add_argument("--cfg", action="store_true", help="print every setting and where its value comes from")
+    train.add_argument(
+        "--cfg", action="store_true", help="print every setting and where its value comes from; also: --cfg job"
+    )
+    train.add_argument(
+        "--cfg-diff",
+        action="store_true",
+        help="print the settings that the command line changes, and their presets' values",
+    )
     train.add_argument("--dry-run", action="store_true", help="build, do two ticks, print memory and the time it takes")
     train.add_argument("-h", "--help", action="store_true", help="with algo=NAME: the settings that NAME reads")
     train.add_argument("--presets", metavar="DIR", help="a folder of your own presets: algo/NAME.yaml, ...")
@@ -279,11 +289,14 @@ def run_train(args: argparse.Namespace) -> int:
     if args.help and not args.overrides:
         args.parser.print_help()
         return 0
-    if args.help or args.cfg or args.dry_run:
+    if args.help or args.cfg or args.cfg_diff or args.dry_run:
         from pql.cli import explain
 
-        show = explain.print_settings if args.help else explain.print_config if args.cfg else explain.dry_run
-        return show(args.overrides)
+        if args.help:
+            return explain.print_settings(args.overrides)
+        if args.cfg or args.cfg_diff:
+            return (explain.print_config if args.cfg else explain.print_difference)(args.overrides)
+        return explain.dry_run(args.overrides)
     if args.multirun:
         from pql.cli import multirun
 

@@ -21,6 +21,7 @@ from pql.engine.interrupt import Interrupt
 from pql.engine.watchdog import Watchdog, watching
 from pql.errors import ConfigError, PqlWarning, RunError, first_line
 from pql.run.build import build
+from pql.run.callbacks import several
 from pql.run.components import Parts
 from pql.run.evaluation import Evaluation, EvaluationReport, Evaluator, StoppedError, check_acting_epsilon, run_episodes
 from pql.run.flight_recorder import dumping
@@ -595,19 +596,6 @@ class Session:
             lost = "; ".join(f"{what} ({why})" for what, why in self.archive.missing.items())
             raise RunError(f"the run has come to its end, but not all of it could be kept in {self.run_dir}: {lost}")
         return summary
-
-
-def several(callbacks: Callbacks) -> list[Callback]:
-    """Return one or several callbacks as a list.
-
-    Raises:
-        ConfigError: a callback that is not callable.
-    """
-    found = [callbacks] if callable(callbacks) else list(callbacks)
-    for one in found:
-        if not callable(one):
-            raise ConfigError("callbacks", type(one).__name__, "functions that take (session, row)")
-    return found
 
 
 def _build(config: Config, env: VecEnv | None) -> Parts:

@@ -169,10 +169,18 @@ def test_a_task_beside_a_live_environment_is_refused(word):
         pql.train(word, env=Counter(2))
 
 
-@pytest.mark.parametrize("callbacks", [[3], [len, None], ["f"]])
+@pytest.mark.parametrize("callbacks", [3, None, [3], [len, None], ["f"], "f"])
 def test_callbacks_that_cannot_be_called_are_refused(callbacks):
     with pytest.raises(ConfigError, match=r"callbacks=\w+: expected functions that take \(session, row\)"):
         Session(None, callbacks=callbacks)  # type: ignore[arg-type]
+
+
+def test_wrong_callbacks_are_refused_before_the_run_begins(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="callbacks=int: expected functions"):
+        pql.train("task=pendulum", callbacks=3)
+    assert capsys.readouterr().out == ""
+    assert list(tmp_path.iterdir()) == []
 
 
 class Gymnastic(Counter):
