@@ -71,7 +71,7 @@ class Runner:
     def __enter__(self) -> "Runner":
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.folder / ".lock").open("w")
+            self._lock = claim.open_lock(self.folder / claim.LOCK, os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise ConfigError(self.setting, self.folder, f"a folder that can be written ({error})") from error
         try:

@@ -17,7 +17,7 @@ from pql.errors import PqlWarning, RunError
 from pql.run.policy import load_policy
 from pql.run.session import Session
 from pql.run.store import run_dir as rundir
-from pql.run.store.claim import holder
+from pql.run.store.claim import LOCK, claim, holder
 from pql.run.store.run_dir import read_summary
 
 
@@ -30,8 +30,14 @@ def content(path):
         shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
+def visible(path):
+    """As ``rm -rf path/*``, which leaves the lock."""
+    for entry in path.glob("[!.]*"):
+        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+
 @pytest.mark.fault(33, count=10)
-@pytest.mark.parametrize("delete", [everything, content])
+@pytest.mark.parametrize("delete", [everything, content, visible])
 def test_a_run_directory_deleted_in_mid_run_is_made_anew_with_the_policy(tmp_path, delete, trial):
     """At different times of the run."""
     folder, seen = tmp_path / "run", []
@@ -108,6 +114,38 @@ def test_a_directory_that_another_run_has_taken_is_left_alone(tmp_path):
         run(*words(folder, "budget.env_steps=240000", "logger.every_seconds=0.01"), callbacks=[swap])
     assert read_summary(folder)["env_steps"] == 320
     assert len(points(folder)) == 1
+
+
+@pytest.mark.fault(32, 33)
+def test_a_run_whose_lock_is_deleted_locks_its_directory_again(tmp_path):
+    folder, holders = tmp_path / "run", []
+
+    def cut(session, row):
+        holders.append(holder(folder))
+        if len(holders) == 1:
+            (folder / LOCK).unlink()
+        session.stop = len(holders) > 2
+
+    run(*words(folder, "budget.env_steps=240000", "logger.every_seconds=0.01"), callbacks=[cut])
+    assert all(str(one).startswith(f"process {os.getpid()} on ") for one in (holders[0], holders[2]))
+    assert holder(folder) is None
+    assert len(points(folder)) == 1
+
+
+@pytest.mark.fault(32, 33)
+def test_a_run_ends_where_another_process_has_locked_its_directory(tmp_path):
+    """Its lock was deleted, so that the other one could."""
+    folder, others = tmp_path / "run", []
+
+    def cut(session, row):
+        if not others:
+            (folder / LOCK).unlink()
+            others.append(claim(folder))
+
+    with pytest.raises(RunError, match=r"lost its lock while the run was at work .*no other run writes to"):
+        run(*words(folder, "budget.env_steps=240000", "logger.every_seconds=0.01"), callbacks=[cut])
+    assert str(holder(folder)).startswith(f"process {os.getpid()} on ")
+    others[0].close()
 
 
 @pytest.mark.fault(33)

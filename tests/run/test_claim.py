@@ -13,7 +13,7 @@ import time
 import pytest
 from run_files import points, resume, rows, run, words
 
-from pql.cli.jobs import next_command
+from pql.cli.jobs import Runner, next_command
 from pql.cli.main import main
 from pql.config.compose import compose
 from pql.errors import ConfigError, PqlWarning
@@ -159,6 +159,54 @@ def test_a_lock_of_another_run_by_the_same_name_stays(tmp_path):
         one.close()
         with pytest.raises(ConfigError, match="no other run writes to"):
             claim.claim(tmp_path / "run")
+
+
+HOSTILE = {
+    "a link": lambda lock, other: lock.symlink_to(other),
+    "a link to nothing": lambda lock, other: lock.symlink_to(other.with_name("nothing")),
+    "a pipe": lambda lock, other: os.mkfifo(lock),
+    "a folder": lambda lock, other: lock.mkdir(),
+}
+
+
+@pytest.mark.fault(31)
+@pytest.mark.parametrize("make", HOSTILE.values(), ids=HOSTILE)
+def test_a_lock_that_is_no_file_is_refused_at_once_and_not_followed(tmp_path, make):
+    """A run directory may be somebody else's, with a link to a file of the user, or a pipe that nobody writes to."""
+    other, folder = tmp_path / "mine", tmp_path / "run"
+    other.write_text("mine")
+    folder.mkdir()
+    make(folder / claim.LOCK, other)
+    assert claim.holder(folder) is None
+    with pytest.raises(ConfigError, match=r"run_dir=.*expected a folder that can be written .*\.lock"):
+        claim.claim(folder)
+    with pytest.raises(ConfigError, match=r"sweep_dir=.*expected a folder that can be written .*\.lock"):
+        Runner(folder, "sweep_dir").__enter__()
+    assert {p.name: p.read_text() for p in tmp_path.iterdir() if p.is_file()} == {"mine": "mine"}
+
+
+@pytest.mark.fault(33)
+@pytest.mark.parametrize("made_again", [False, True])
+def test_a_claim_knows_its_directory_however_inodes_are_given(tmp_path, made_again):
+    with claim.claim(tmp_path / "run") as one:
+        assert one.there()
+        (tmp_path / "run" / "config.yaml").write_text("")
+        (tmp_path / "run" / claim.LOCK).unlink()
+        assert one.there()
+        shutil.rmtree(tmp_path / "run")
+        if made_again:  # many file systems give the inode of a deleted directory to the next one
+            (tmp_path / "run").mkdir()
+        assert not one.there()
+        one.renew()
+        assert one.there()
+        assert claim.holder(tmp_path / "run").startswith(HERE)
+
+
+def test_renewing_keeps_a_lock_that_is_still_there(tmp_path):
+    with claim.claim(tmp_path) as one:
+        one.renew()
+        assert claim.holder(tmp_path).startswith(HERE)
+    assert claim.holder(tmp_path) is None
 
 
 # -- the real thing -------------------------------------------------------------------------------------------------

@@ -274,8 +274,7 @@ class ClaimMachine(RuleBasedStateMachine):
         """As the kernel does with the files of a process that dies."""
         if self.made:
             one = data.draw(st.sampled_from(list(self.made)))
-            one._file.close()
-            one._file, one._made = None, []
+            one._drop()
             del self.made[one]
             if self.locks.get(one.path) is one:
                 self.locks[one.path] = None
@@ -296,13 +295,21 @@ class ClaimMachine(RuleBasedStateMachine):
             self.locks = {p: v for p, v in self.locks.items() if not p.is_relative_to(path)}
 
     @rule(data=st.data())
+    def delete_lock(self, data):
+        if self.locks:
+            path = data.draw(st.sampled_from(sorted(self.locks)))
+            (path / LOCK).unlink()
+            del self.locks[path]
+
+    @rule(data=st.data())
     def renew(self, data):
-        """After the directory was deleted; another may have taken its name."""
-        lost = [one for one in self.made if self.locks.get(one.path) is not one]
-        if not lost:
+        """The directory or its lock may have been deleted, and another may have taken its name."""
+        if not self.made:
             return
-        one = data.draw(st.sampled_from(lost))
-        if self.locks.get(one.path) is not None:
+        one = data.draw(st.sampled_from(list(self.made)))
+        if self.locks.get(one.path) is one:
+            one.renew()  # changes nothing
+        elif self.locks.get(one.path) is not None:
             with pytest.raises(ConfigError, match="no other run writes to"):
                 one.renew()
         else:

@@ -48,7 +48,6 @@ class Archive:
         self.missing: dict[str, str] = {}
         self.saver = Saver(start_limit(config.placement))
         self._held, self._overrides = held, overrides
-        self._number = held and run_dir.stat().st_ino
         self._saved = False  # a resume point was saved; older ones are not deleted yet
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
@@ -138,28 +137,26 @@ class Archive:
     def restore(self, env_steps: int) -> bool:
         """Create the run directory again if it was deleted or emptied. Return True in that case.
 
+        If only its lock was deleted, it is locked again.
+
         Raises:
-            RunError: it cannot be created, or another run has taken its name.
+            RunError: it cannot be created, or another run has taken its name or its lock.
         """
-        if self._held is None or self._there():
+        if self._held is None:
             return False
-        self.saver.flush()
-        what = f"metrics and checkpoints from before {env_steps:,} env steps"
+        there = self._held.there() and any((self.run_dir / name).exists() for name in ("config.yaml", "metrics.jsonl"))
         try:
+            if there:
+                self._held.renew()
+                return False
+            self.saver.flush()
             rundir.check_new(self.run_dir)
             self._held.renew()
             rundir.create_run_dir(self.run_dir, self.config, self._overrides)
         except ConfigError as error:
-            raise RunError(f"{self.run_dir} was deleted while the run was at work ({error})") from None
-        self._number = self.run_dir.stat().st_ino
+            happened = "lost its lock" if there else "was deleted"
+            raise RunError(f"{self.run_dir} {happened} while the run was at work ({error})") from None
+        what = f"metrics and checkpoints from before {env_steps:,} env steps"
         self.missing[what] = "the run directory was deleted"
         self.warn(f"{self.run_dir} was deleted while the run was at work: recreated, without {what}")
         return True
-
-    def _there(self) -> bool:
-        """Return True if the path still is this run's directory, with the files written at its start."""
-        try:
-            same = self.run_dir.stat().st_ino == self._number
-        except OSError:
-            return False
-        return same and any((self.run_dir / name).exists() for name in ("config.yaml", "metrics.jsonl"))

@@ -5,6 +5,7 @@ import errno
 import fcntl
 import os
 import socket
+import stat
 import time
 import warnings
 import weakref
@@ -27,11 +28,13 @@ class Claim:
     Args:
         path: the directory.
         made: directories created for this claim; ``close`` removes those that are still empty.
+        folder: descriptor of the open directory. While it is open, no new directory gets the same inode.
         file: the locked file; None: the file system has no locks.
     """
 
-    def __init__(self, path: Path, made: list[Path], file: IO[str] | None):
+    def __init__(self, path: Path, made: list[Path], folder: int, file: IO[str] | None):
         self.path, self._made, self._file, self._process = path, made, file, os.getpid()
+        self._folder: int | None = folder
         _open.add(self)
 
     def __enter__(self) -> "Claim":
@@ -48,22 +51,39 @@ class Claim:
             with contextlib.suppress(OSError):
                 if _is(self._file, self.path / LOCK):  # else the directory was deleted and may belong to another run
                     (self.path / LOCK).unlink()  # before unlocking, while no other process can hold it
-            self._file.close()
         with contextlib.suppress(OSError):  # not empty, or already deleted
             for path in self._made:
                 path.rmdir()
-        self._file, self._made = None, []
+        self._drop()
+
+    def there(self) -> bool:
+        """Return True if the path still names the claimed directory, whether or not its lock was deleted."""
+        try:
+            return self._folder is not None and os.path.samestat(os.fstat(self._folder), self.path.stat())
+        except OSError:
+            return False
 
     def renew(self) -> None:
-        """Lock the directory again after it was deleted and created again.
+        """Lock the directory again if it or its lock was deleted; create it if missing.
 
         Raises:
-            ConfigError: another process holds a directory of the same name, or it cannot be written.
+            ConfigError: another process has locked a directory of the same name, or it cannot be written.
         """
+        locked = self._file is None or _is(self._file, self.path / LOCK)
+        if locked and self.there():
+            return
         again = claim(self.path)
+        self._file, again._file = again._file, self._file
+        self._folder, again._folder = again._folder, self._folder
+        again._drop()
+
+    def _drop(self) -> None:
+        """Close the files without removing the lock from the directory."""
         if self._file is not None:
             self._file.close()
-        self._file, again._file = again._file, None
+        if self._folder is not None:
+            os.close(self._folder)
+        self._file, self._folder, self._made = None, None, []
 
 
 _open: "weakref.WeakSet[Claim]" = weakref.WeakSet()
@@ -71,8 +91,7 @@ _open: "weakref.WeakSet[Claim]" = weakref.WeakSet()
 
 def _forked() -> None:
     for one in _open:
-        if one._file is not None:
-            one._file.close()  # the parent's file stays locked
+        one._drop()  # the parent's files stay open and locked
 
 
 os.register_at_fork(after_in_child=_forked)
@@ -85,23 +104,45 @@ def claim(path: Path) -> Claim:
         ConfigError: another process holds it, or it cannot be written.
     """
     for _ in range(TRIES):
-        try:
-            made = _missing(path)
-            path.mkdir(parents=True, exist_ok=True)
-            file = (path / LOCK).open("a+")
-        except FileNotFoundError:  # another process has just removed it
-            continue
-        except OSError as error:
-            raise ConfigError("run_dir", path, f"a folder that can be written ({error})") from error
-        if not _lock(file, path):
-            return Claim(path, made, None)
-        if _is(file, path / LOCK):
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
-            file.flush()
-            return Claim(path, made, file)
-        file.close()  # it was removed by its last holder before it was locked here
+        with contextlib.ExitStack() as opened:
+            try:
+                made = _missing(path)
+                path.mkdir(parents=True, exist_ok=True)
+                folder = os.open(path, os.O_RDONLY)
+                opened.callback(os.close, folder)
+                file = opened.enter_context(open_lock(path / LOCK, os.O_RDWR | os.O_CREAT))
+            except FileNotFoundError:  # another process has just removed it
+                continue
+            except OSError as error:
+                raise ConfigError("run_dir", path, f"a folder that can be written ({error})") from error
+            supported = _lock(file, path)
+            if supported and not _is(file, path / LOCK):
+                continue  # it was removed by its last holder before it was locked here
+            opened.pop_all()
+            if not supported:
+                file.close()
+                return Claim(path, made, folder, None)
+            text = f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n"
+            with contextlib.suppress(OSError):  # it only informs: a full disk must not keep a run from being resumed
+                os.truncate(file.fileno(), 0)
+                os.write(file.fileno(), text.encode())
+            return Claim(path, made, folder, file)
     raise ConfigError("run_dir", path, "a folder that other processes do not keep creating and removing")
+
+
+def open_lock(path: Path, flags: int) -> IO[str]:
+    """Open a lock file, which may be in another user's folder: links are not followed, pipes not waited for.
+
+    Args:
+        flags: ``os.O_RDONLY``, or ``os.O_RDWR | os.O_CREAT``.
+    Raises:
+        OSError: it is not a regular file, or cannot be opened.
+    """
+    handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return os.fdopen(handle, "r+" if flags & os.O_RDWR else "r", errors="replace")
 
 
 def claim_new(stem: Path) -> Claim:
@@ -129,7 +170,7 @@ def claim_new(stem: Path) -> Claim:
 def holder(path: Path) -> str | None:
     """Return the writer of the run directory ``path``: process, host and start; None without a writer or locks."""
     try:
-        with (path / LOCK).open() as file:
+        with open_lock(path / LOCK, os.O_RDONLY) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return _name(path)
@@ -152,11 +193,9 @@ def _lock(file: IO[str], path: Path) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        file.close()
         free = f"a folder that no other run writes to: {_name(path)} holds it"
         raise ConfigError("run_dir", path, free) from None
     except OSError as error:
-        file.close()
         if error.errno not in UNSUPPORTED:
             raise ConfigError("run_dir", path, f"a folder that can be written ({error})") from error
         what = f"{path} cannot be locked ({error.strerror}): a second run could write to it"
@@ -168,8 +207,8 @@ def _lock(file: IO[str], path: Path) -> bool:
 def _is(file: IO[str], path: Path) -> bool:
     """Return True if the path still names the open file."""
     try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
+        return os.path.samestat(os.fstat(file.fileno()), path.lstat())
+    except OSError:
         return False
 
 
@@ -177,8 +216,10 @@ def _name(path: Path) -> str:
     """Return the text that the holder writes shortly after it takes the lock."""
     for _ in range(20):
         try:
-            if text := (path / LOCK).read_text(errors="replace").strip():
-                return text[:200]
+            with open_lock(path / LOCK, os.O_RDONLY) as file:
+                text = file.read(200).strip()
+            if text:
+                return text
         except OSError:
             break
         time.sleep(0.01)
