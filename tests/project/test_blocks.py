@@ -1,9 +1,8 @@
 """Code blocks of README, docs and examples, all of them.
 
-Executed here: ``pql list``, ``pql completion`` and the Python blocks in ``EXECUTED``. Executed by other tests:
-``Drift`` (test_readme), ``Reach`` (test_process), ``NoisyConfig`` (test_contributing), and the pages of wrappers,
-export, networks, logging and of coming from other libraries; commands by ``test_commands_run``. Everything is
-validated, so that a wrong setting is found without running anything:
+Executed here: ``pql list`` and ``pql completion``. Executed by other tests: the Python blocks, each by the test that
+``test_blocks_run`` names, and the commands, by ``test_commands_run``. Everything is validated, so that a wrong setting
+is found without running anything:
 
 * ``pql ...``, also after ``taskset``, ``torchrun`` or ``eval``: parsed to the end; every run of ``train`` (with ``-m``
   each one), ``resume``, ``bench`` and ``sweep`` (both ends of each space) is composed and checked, except that files
@@ -41,7 +40,6 @@ SHELL = ("", "sh", "bash", "console")
 PLACEHOLDERS = {"T": "halfcheetah", "A": "pql", "S": "1", "N": "1000000", "K": "0", "SETTINGS": "", "...": ""}
 FOREIGN = {"git", "source", "bazel", "openssl", "ray", "uv", "/opt/lab/bin/pip", "cd", "pip download"}
 DRAWINGS = ("tick k", "row  ", "group 0")
-EXECUTED = {("docs/replay.md", "save_file"), ("docs/wrappers.md", "pql.wrap.gymnasium_ids")}
 
 
 class Block(NamedTuple):
@@ -199,16 +197,6 @@ def check_call(node, called):
     if called in (pql.train, pql.resume):
         words = [a.value for a in node.args if isinstance(a, ast.Constant) and "=" in str(a.value)]
         compose(without_paths(words), resolve=lambda device: "cpu")
-
-
-@of("python")
-def test_a_short_python_block_runs(block, tmp_path, monkeypatch):
-    if not any(block.page == page and word in block.text for page, word in EXECUTED):
-        return
-    pytest.importorskip("mujoco")
-    pytest.importorskip("gymnasium")
-    monkeypatch.chdir(tmp_path)
-    exec(compile(block.text, str(block), "exec"), {"__name__": "example"})
 
 
 @of("toml", "yaml")

@@ -1,16 +1,21 @@
 """The commands of README, docs and examples run as printed, with a small budget and small batches.
 
-The commands of a page run in its order, in one folder. README and the first pages are part of the suite; ``-m slow``
-has the rest, about five minutes. ``NOT_HERE`` says why a command is not run, and what else covers it.
+The commands of a page run in its order, in one folder. README and the first pages are part of the suite; the rest, five
+minutes, is marked `slow`: `make test-all`, and continuous integration once a week. Commands that need something else
+are cases of their own, skipped without it and marked `gpu` or `foreign` (another library's program or simulator):
+`pytest -m foreign`. `COVERED` has all others, with the test that covers each or the reason why none does.
 """
 
 import contextlib
+import importlib.util
+import os
 import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,19 +27,34 @@ from pql.config.compose import compose
 from pql.errors import ConfigError
 
 FIRST = ("README.md", "docs/start/own-simulator.md")
-FOREIGN = "another program, or a simulator with its own Python"
-NOT_HERE = {
-    r"make|pip|git|cd|bazel|\./bazel-bin|uv|source|export|ray|/opt/": "installs, or builds",
-    r"python (tools/(bench_|check_|pass_rates|gpu_check.py($| --parts))|fast_td3)": "hours; short in test_tools",
-    r"PQL_ISAACGYMENVS=": "needs the original tasks: tests/envs/test_originals.py",
-    r"torchrun --nnodes": "two machines; two processes on one are run",
-    r"pql .*(/opt/|isaacgym|task=dmlab|task=playground|engine=warp)": FOREIGN,
-    r"pql (train|eval|doctor).*device=cuda": "needs a GPU",
-    r"pql play .*--live": "needs a screen",
-    r"pql (push|pull|eval walker )": "tests/hub/test_hub.py has a stand-in of the hub",
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+FOREIGN = [pytest.mark.foreign]
+ON_CPU_TOO = r"pql (train|eval|doctor) .*(scale=gpu|device=cuda)"
+MARKED = {  # by the first rule that fits
+    r"pql .*isaacgym.*device=cuda": [*GPU, *FOREIGN],
+    r"pql .*(/opt/|task=dmlab|task=playground|engine=warp)": FOREIGN,
+    r"PQL_ISAACGYMENVS=|python tools/check_originals": FOREIGN,
+    r"python fast_td3|uv run": FOREIGN,
+    ON_CPU_TOO: GPU,
+}
+COVERED = {
+    r"(make|pip|git|cd|bazel|\./bazel-bin\S*|source|export|ray|/opt/\S+pip) ": "installs, builds, or sets up a shell",
+    r"python tools/(bench_|pass_rates)": "hours: short in tests/project/test_tools.py",
+    r"python tools/gpu_check.py( $| --parts)": "minutes on a GPU, and itself runs tests: tests/gpu/test_gpu_check.py",
+    r"torchrun --nnodes": "two machines: tests/engine/test_parallel.py has two processes on one",
+    r"pql play .*--live": "needs a screen: tests/run/test_play.py has a stand-in",
+    r"pql (push|pull|eval walker )": "needs a hub: tests/hub/test_hub.py has a stand-in",
     r"pql sweep .*--backend wandb": "needs an account: tests/cli/test_sweep.py",
-    r"pql (fleet|actor .*learner\.lan)": "tests/remote has fleets and TLS",
-    r"pql train task=remote .*0\.0\.0\.0": "tests/remote/test_remote.py: TLS, tokens",
+    r"pql (fleet|actor .*learner\.lan)": "needs a cluster: tests/remote/test_fleet.py",
+    r"pql train task=remote .*0\.0\.0\.0": "TLS and tokens: tests/remote/test_remote.py",
+}
+WITHOUT = {  # pages whose commands are all of these kinds, or printed on an earlier page, too
+    "docs/contributing.md",
+    "docs/hub.md",
+    "docs/results/originals.md",
+    "docs/results/pass-rates-cpu.md",
+    "docs/results/peers-cpu.md",
+    "docs/results/peers-off-policy.md",
 }
 ARM = """
 import torch, pql
@@ -58,29 +78,45 @@ class Arm:
 """
 
 
-def pages():
-    """Page -> its commands in order, without repetitions on other pages."""
-    seen, found = set(), {}
+def lines():
+    """Yield (page, words of a command), each command once; without the reference, which quotes the help texts."""
+    seen = set()
     for block in BLOCKS:
-        if (
-            block.language not in SHELL
-            or block.text.lstrip().startswith(DRAWINGS)
-            or "reference/commands" in block.page
-        ):
-            continue
-        for words in commands(block.text):
-            line = " ".join(words)
-            if words and line not in seen and not any(re.match(rule, line) for rule in NOT_HERE):
+        drawn = block.text.lstrip().startswith(DRAWINGS) or block.page == "docs/reference/commands.md"
+        for words in commands(block.text) if block.language in SHELL and not drawn else ():
+            if words and (line := " ".join(words)) not in seen:
                 seen.add(line)
-                found.setdefault(block.page, []).append(words)
+                yield block.page, words
+
+
+def first_of(rules, words):
+    """The first rule that fits a command, or None."""
+    return next((rule for rule in rules if re.match(rule, " ".join(words) + " ")), None)
+
+
+def pages():
+    """Page -> its commands in order."""
+    found = {}
+    for page, words in lines():
+        marked = first_of(MARKED, words)
+        if (marked is None or marked == ON_CPU_TOO) and first_of(COVERED, words) is None:
+            found.setdefault(page, []).append(words)
     return found
+
+
+def marked_cases():
+    """Commands that need a GPU or a foreign program."""
+    for page, words in lines():
+        if rule := first_of(MARKED, words):
+            marks = [pytest.mark.slow, pytest.mark.timeout(1800), *MARKED[rule]]
+            yield pytest.param(words, marks=marks, id=f"{page}: {' '.join(words)[:60]}")
 
 
 PAGES = pages()
 GONE = 60  # seconds in which a process ends
 
 
-def shortened(words):
+def shortened(words, device="cpu"):
     """The words of ``pql train`` or ``resume`` with a small budget, few environments and small batches."""
     keep = [w for w in words if not w.startswith(("budget.", "num_envs=", "trials=", "seeds=", "device="))]
     keep = [re.sub(r"^(algo=[^,]+,[^,]+|seed=[^,]+),.*", r"\1", w) for w in keep]  # two runs are enough
@@ -89,10 +125,10 @@ def shortened(words):
         return [*keep, "budget.seconds=null", "budget.env_steps=2000"]
     sweep = ["trials=2", "seeds=1"] if words[0] == "sweep" else []
     one = [re.sub(r"=([^,\[(]+),.*", r"=\1", w) for w in keep[1:] if "=" in w and not re.search(r"\w\(|^multirun", w)]
-    algo = compose(["device=cpu", *(w for w in one if not w.startswith("run_dir="))]).algo
+    algo = compose([f"device={device}", *(w for w in one if not w.startswith("run_dir="))]).algo
     mixed = any(re.match("algo=.*,", w) for w in keep)
     num_envs = 1 if "num_envs=1" in words else 8
-    more = [f"num_envs={num_envs}", "device=cpu", "eval.num_envs=2", "budget.seconds=null"]
+    more = [f"num_envs={num_envs}", f"device={device}", "eval.num_envs=2", "budget.seconds=null"]
     if hasattr(algo, "batch_size") and not mixed:
         start = algo.warmup_steps if hasattr(algo, "burn_in") else 20
         rows = 2000 if hasattr(algo, "burn_in") else 512
@@ -146,20 +182,51 @@ def test_the_commands_of_a_page_run(page, workshop, tmp_path, monkeypatch):
         assert run(words) == 0, " ".join(words)
 
 
-def run(words):
+@pytest.mark.parametrize("words", marked_cases())
+def test_a_command_that_needs_more_runs_where_it_can(words, request, tmp_path, monkeypatch):
+    if lacks := lacking(words):
+        pytest.skip(f"needs {lacks}")
+    home = tmp_path / "home"
+    shutil.copytree(request.getfixturevalue("workshop"), home, symlinks=True)
+    monkeypatch.chdir(home)
+    monkeypatch.syspath_prepend(str(home))
+    where = os.environ.get(ORIGINALS, "")
+    gpu = any(mark.name == "gpu" for mark in MARKED[first_of(MARKED, words)])
+    assert run([word.replace("PATH", where) for word in words], "cuda" if gpu else "cpu") == 0
+
+
+ORIGINALS = "PQL_ISAACGYMENVS"  # folder of the original tasks, for tests/envs/test_originals.py
+
+
+def lacking(words):
+    """The file, module or variable that a command lacks here; None if it can run."""
+    line = " ".join(words)
+    if ORIGINALS in line or "check_originals" in line:
+        return None if os.environ.get(ORIGINALS) else f"the variable {ORIGINALS}"
+    files = [found for word in words for found in re.findall(r"/opt/[\w./-]+|fast_td3/\w+\.py", word)]
+    files += ["train.py"] if words[0] == "uv" else []
+    modules = {"task=playground": "mujoco_playground", "task=dmlab": "deepmind_lab", "engine=warp": "mujoco_warp"}
+    wanted = [] if files else [modules[word] for word in words if word in modules]
+    return next((f for f in files if not Path(f).exists()), None) or next(
+        (m for m in wanted if importlib.util.find_spec(m) is None), None
+    )
+
+
+def run(words, device="cpu"):
     """Run one command. Return its exit status."""
     while re.match(r"[A-Z_]+=", words[0]) or words[0] == "taskset":
         words = words[3 if words[0] == "taskset" else 1 :]
     if words[0] == "torchrun":
         at = words.index("pql.cli.main") + 1
-        rest = shortened(words[at:])
+        rest = shortened(words[at:], device)
         if rest[0] == "train":  # the run that the page then resumes
             shutil.rmtree("runs/x", ignore_errors=True)
             rest = [*rest, "run_dir=runs/x", "eval.every_seconds=null"]
         command = [sys.executable, "-m", "torch.distributed.run", *words[1:at], *rest]
         return subprocess.run(command, check=False, timeout=300).returncode
-    if words[0] in ("python", "openssl"):
+    if words[0] in ("python", "pytest", "uv", "openssl"):
         words = [sys.executable, *words[1:]] if words[0] == "python" else words
+        words = [sys.executable, "-m", *words, f"--rootdir={ROOT}"] if words[0] == "pytest" else words
         words, target = (words[:-2], words[-1]) if words[-2:-1] == [">"] else (words, "/dev/null")
         with open(target, "wb") as out:
             return subprocess.run(words, check=False, timeout=300, stdout=out).returncode
@@ -168,7 +235,7 @@ def run(words):
     if words[0] == "watch" or "--browser" in words:
         return interrupted([*words, *(["port=0"] if words[0] == "watch" else [])])
     if words[0] in ("train", "resume", "sweep"):
-        words = shortened(words)
+        words = shortened(words, device)
         for word in words:
             if word.startswith("run_dir=") and words[0] == "train":  # the workshop's own
                 shutil.rmtree(word.partition("=")[2], ignore_errors=True)
@@ -215,9 +282,29 @@ def with_an_actor(words):
         return status or process.wait(GONE)
 
 
-def test_every_reason_is_needed():
-    lines = [" ".join(w) for b in BLOCKS if b.language in SHELL for w in commands(b.text) if w]
-    assert [rule for rule in NOT_HERE if not any(re.match(rule, line) for line in lines)] == []
+def test_every_rule_is_needed_and_names_what_there_is():
+    found = [words for _, words in lines()]
+    assert [rule for rule in (*MARKED, *COVERED) if not any(first_of([rule], words) for words in found)] == []
+    named = [path for why in COVERED.values() for path in re.findall(r"tests/[\w/]+\.py", why)]
+    assert [path for path in named if not (ROOT / path).is_file()] == []
     assert sum(map(len, PAGES.values())) > 60
     with pytest.raises(ConfigError):
         shortened(["train", "task=halfcheetahh"])
+
+
+def test_every_page_with_commands_is_among_the_cases():
+    (cases,) = (m.args[1] for m in test_the_commands_of_a_page_run.pytestmark if m.name == "parametrize")
+    covered = {case.values[0]: {mark.name for mark in case.marks} for case in cases}
+    assert {page for page, _ in lines()} - {*covered} == WITHOUT
+    assert {page for page, marks in covered.items() if "slow" not in marks} == {*FIRST}
+
+
+def test_a_command_is_skipped_by_the_name_of_what_it_lacks(monkeypatch):
+    monkeypatch.delenv(ORIGINALS, raising=False)
+    assert (
+        lacking(["pql", "train", "task=halfcheetah", "task.process.python=/opt/none/bin/python"])
+        == "/opt/none/bin/python"
+    )
+    assert lacking(["PQL_ISAACGYMENVS=PATH", "pytest", "tests/envs/test_originals.py"]) == f"the variable {ORIGINALS}"
+    assert lacking(["python", "fast_td3/train.py", "--seed", "1"]) == "fast_td3/train.py"
+    assert lacking(["pql", "train", "task=halfcheetah", "scale=gpu"]) is None

@@ -1,0 +1,127 @@
+"""Every Python block of README, docs and examples is executed: here, or by the test that ``EXECUTORS`` names."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from breaking import breaking  # noqa: F401  (registers the simulator)
+from run_files import run, words
+from test_blocks import BLOCKS, ROOT
+
+import pql
+from pql.errors import RunError
+
+HERE = "tests/project/test_blocks_run.py"
+EXECUTORS = {  # (page, a text that only this block of the page has): the test that executes it
+    ("README.md", "pql.make_env"): "tests/project/test_readme.py",
+    ("docs/contributing.md", "class NoisyConfig"): "tests/project/test_contributing.py",
+    ("docs/export.md", "onnxruntime"): "tests/run/test_export.py",
+    ("docs/export.md", "torch.export.load"): "tests/run/test_export.py",
+    ("docs/logging.md", "# csv_logger.py"): "tests/run/test_log.py",
+    ("docs/migrate/rl_games_skrl.md", "skrl"): "tests/project/test_migrate_pages.py",
+    ("docs/migrate/rl_games_skrl.md", "pql.train"): "tests/project/test_migrate_pages.py",
+    ("docs/migrate/rsl_rl.md", "OnPolicyRunner"): "tests/project/test_migrate_pages.py",
+    ("docs/migrate/rsl_rl.md", "pql.train"): "tests/project/test_migrate_pages.py",
+    ("docs/migrate/rsl_rl.md", "class "): "tests/project/test_migrate_pages.py",
+    ("docs/migrate/sb3.md", "stable_baselines3"): "tests/project/test_migrate_pages.py",
+    ("docs/migrate/sb3.md", "pql.train"): "tests/project/test_migrate_pages.py",
+    ("docs/networks.md", "class MyPolicy"): "tests/nets/test_encoders.py",
+    ("docs/play.md", "def render"): HERE,
+    ("docs/r2d2.md", "Feedback"): HERE,
+    ("docs/replay.md", "save_file"): HERE,
+    ("docs/sampling.md", "Grouped"): HERE,
+    ("docs/simulators.md", "flight_recorder"): HERE,
+    ("docs/simulators.md", "class Reach"): "tests/remote/test_process.py",
+    ("docs/start/own-simulator.md", "class Drift"): "tests/project/test_readme.py",
+    ("docs/wrappers.md", "pql.wrap.rsl_rl("): "tests/wrap/test_wrap.py",
+    ("docs/wrappers.md", "pql.wrap.sb3("): "tests/wrap/test_wrap.py",
+    ("docs/wrappers.md", "pql.wrap.gymnasium("): "tests/wrap/test_wrap.py",
+    ("docs/wrappers.md", "gymnasium_ids"): HERE,
+}
+QUICK = ["budget.seconds=null", "algo.batch_size=16", "eval.num_envs=2", "device=cpu"]
+
+
+def block(page, mark, *shorter):
+    """The code of a block, with the texts of ``shorter`` replaced: (old, new), ..."""
+    (code,) = (b.text for b in BLOCKS if b.page == page and b.language == "python" and mark in b.text)
+    for old, new in shorter:
+        assert code.count(old) == 1, old
+        code = code.replace(old, new)
+    return compile(code, page, "exec")
+
+
+@pytest.fixture(autouse=True)
+def _there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_every_python_block_is_executed_by_a_test():
+    for one in BLOCKS:
+        if one.language == "python":
+            found = [test for (page, mark), test in EXECUTORS.items() if page == one.page and mark in one.text]
+            assert len(found) == 1, (str(one), found)
+    for page, mark in EXECUTORS:
+        block(page, mark)
+    for (page, _), test in EXECUTORS.items():
+        text = (ROOT / test).read_text()
+        assert page.rpartition("/")[2].removesuffix(".md") in text, f"{test} does not name {page}"
+
+
+def test_a_method_that_draws():
+    scope = {"np": np}
+    exec(block("docs/play.md", "def render"), scope)
+
+    class Drawn:
+        images = np.arange(24, dtype=np.uint8).reshape(1, 2, 4, 3)
+        render = scope["render"]
+
+    assert Drawn().render(0).shape == (2, 4, 3)
+
+
+def test_the_loop_of_a_policy_that_reads_the_last_action():
+    more = [
+        "task=tmaze",
+        "task.kwargs.length=3",
+        "algo=r2d2",
+        "num_envs=4",
+        "replay.capacity=960",
+        "algo.warmup_steps=16",
+    ]
+    sizes = ["algo.lstm=8", "algo.critic.hidden=[8]", "algo.burn_in=3", "algo.length=8", "algo.period=4"]
+    pql.train(*QUICK, *more, *sizes, "budget.env_steps=80", "run_dir=runs/x", quiet=True)
+    scope = {"pql": pql}
+    exec(block("docs/r2d2.md", "Feedback", ("while True:", "for _ in range(60):")), scope)
+    assert scope["step"].obs["last"].shape == (4, 4)  # three actions and the reward
+    assert scope["obs"] is scope["step"].obs
+
+
+def test_transitions_for_prefilling():
+    pytest.importorskip("mujoco")
+    exec(block("docs/replay.md", "save_file"), {"__name__": "example"})
+
+
+def test_two_simulators_in_two_groups():
+    scope = {"__name__": "drift"}
+    exec(block("docs/start/own-simulator.md", "class Drift"), scope)
+    small = f'"budget.env_steps=2560", "algo.warmup_steps=32", {", ".join(map(repr, QUICK))}, quiet=True'
+    code = block("docs/sampling.md", "Grouped", ('"budget.seconds=30"', small))
+    exec(code, here := {"pql": pql, "MySimulator": scope["Drift"]})
+    assert (here["env"].spec.num_envs, here["env"].spec.groups) == (64, 2)
+    assert [*Path("runs").glob("*/summary.json")] != []
+
+
+def test_the_replay_of_a_failure(capsys):
+    with pytest.raises(RunError, match="what led to it"):
+        run(*words("runs/x", "task=env", "task.name=breaking", "task.kwargs.at=3", "seed=1"))
+    (dump,) = Path("runs/x/dumps").iterdir()
+    exec(block("docs/simulators.md", "flight_recorder", ("steps-000000123456", dump.name)), {})
+    *before, last = [{*re.findall("True|False", text)} for text in capsys.readouterr().out.split("tensor(")[1:]]
+    assert before == [{"True"}] * 3
+    assert last == {"False"}
+
+
+def test_an_environment_of_gymnasiums_registry():
+    pytest.importorskip("mujoco")
+    pytest.importorskip("gymnasium")
+    exec(block("docs/wrappers.md", "gymnasium_ids"), {"__name__": "example"})
