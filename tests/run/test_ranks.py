@@ -1,26 +1,30 @@
 """Runs of several processes: division of the work, agreement, and failure of one process."""
 
+import contextlib
 import json
 import os
+import random
 import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from conftest import differences, small_config
-from pairs import Pair, free_port, pair, place
+from pairs import PATIENCE, Pair, free_port, pair, place
 from run_files import manifest, points, rows, words
 from sampling import sample
 
 import pql
 from pql.algos.registry import own_seed
 from pql.config.compose import compose
+from pql.data import tensorfile
 from pql.engine.world import World, world
-from pql.errors import ConfigError
+from pql.errors import ConfigError, RunError
 from pql.run.ranks import share_of
 from pql.run.resume import resume_config
 from pql.run.session import Session
@@ -246,6 +250,34 @@ def test_a_resume_point_that_one_lacks_is_passed_over(both: Pair, tmp_path):
     assert [manifest(p)["counters"]["ticks"] for p in points(tmp_path)][-1] == 32
 
 
+def run_on_a_disk_that_is_full(*overrides: str) -> None:
+    """A run whose rank 1 can write only its first resume point."""
+    write, begun = tensorfile.write, []
+
+    def full(path, *rest):
+        if world().rank == 1 and "tick-" in str(path):
+            begun.append(path)
+            if len(begun) > 1:
+                raise OSError(28, "No space left on device")
+        return write(path, *rest)
+
+    with mock.patch.object(tensorfile, "write", full), contextlib.suppress(RunError):
+        run(*overrides)
+
+
+@pytest.mark.fault(13)
+def test_the_last_point_that_both_have_stays_while_one_cannot_write(both: Pair, tmp_path):
+    both(
+        run_on_a_disk_that_is_full,
+        *settings(tmp_path, "pql", "checkpoint.every_seconds=1e-9", "checkpoint.keep=1"),
+    )
+    mine, theirs = ([p.name for p in checkpoint.resume_points(tmp_path / "checkpoints" / k)] for k in ("", "rank-1"))
+    assert mine == [*theirs, "tick-000000000012"]
+    first, second = both(resume, str(tmp_path), "budget.env_steps=640")
+    assert first["summary"].env_steps == second["summary"].env_steps == 640
+    assert [p.name for p in points(tmp_path)] == ["tick-000000000032"]
+
+
 def stopped_by(run_dir: str, how: str) -> tuple[int, int, bool]:
     """Rank 0's callback, or a signal to rank 1 alone, ends an endless run."""
     seen = []
@@ -342,17 +374,19 @@ def test_a_file_of_transitions_is_shared_out(both: Pair, tmp_path):
 
 
 class Faulty:
-    """Counter, which ends its process, or fails, on rank 1 at step 30."""
+    """Counter, which ends its process, or fails, on rank 1 at step ``at``, unless ``mark`` exists, which is made then."""
 
-    def __init__(self, num_envs, device, how="raise"):
+    def __init__(self, num_envs, device, how="raise", at=30, mark=None):
         from pql.envs.toy import Counter
 
-        self.env, self.how, self.steps = Counter(num_envs, device), how, 0
+        self.env, self.how, self.at, self.mark, self.steps = Counter(num_envs, device), how, at, mark, 0
         self.spec, self.reset, self.close = self.env.spec, self.env.reset, self.env.close
 
     def step(self, action):
         self.steps += 1
-        if self.steps == 30 and world().rank == 1:
+        if self.steps == self.at and world().rank == 1 and not (self.mark and Path(self.mark).exists()):
+            if self.mark:
+                Path(self.mark).touch()
             if self.how == "raise":
                 raise ValueError("the simulator broke")
             if self.how == "die":
@@ -370,7 +404,41 @@ def failing(run_dir: str, how: str) -> None:
     run(*words(Path(run_dir), "budget.env_steps=3200", *more))
 
 
-@pytest.mark.fault(6, 28, count=17)
+def killed(run_dir: str, mark: str, at: int) -> None:
+    from pql.contract.registry import register
+
+    register("faulty_rank", Faulty)
+    how = ("task.kwargs.how=die", f"task.kwargs.mark={mark}", f"task.kwargs.at={at}", "checkpoint.every_seconds=0.01")
+    patient = "placement.watchdog_seconds=200"
+    run(*words(Path(run_dir), "budget.env_steps=32000", "task=env", "task.name=faulty_rank", *how, patient))
+
+
+def resumed(run_dir: str, mark: str) -> int:
+    from pql.contract.registry import register
+
+    register("faulty_rank", Faulty)
+    return resume(run_dir, f"task.kwargs.mark={mark}", "budget.env_steps=64000")["summary"].env_steps
+
+
+@pytest.mark.fault(28, count=50)
+def test_a_killed_rank_ends_the_other_within_a_minute_and_the_run_resumes(tmp_path, trial):
+    """At a random moment, with kill -9; resumed after every tenth of them."""
+    folder, mark = str(tmp_path / "run"), str(tmp_path / "mark")
+    with pair() as two:
+        two.ask(killed, folder, mark, 25 + random.Random(trial).randrange(400))
+        two.processes[1].join(PATIENCE)
+        assert two.processes[1].exitcode == -signal.SIGKILL
+        begun = time.monotonic()
+        kind, told = two.answer(0)
+        assert time.monotonic() - begun < 60
+    assert kind == "RunError"
+    assert "rank 1 has ended, or hangs" in told
+    if trial % 10 == 0:
+        with pair() as again:
+            assert again(resumed, folder, mark) == [64000, 64000]
+
+
+@pytest.mark.fault(6, 7)
 @pytest.mark.parametrize(
     ("how", "first", "second"),
     [

@@ -97,7 +97,7 @@ class Archive:
         """Report finished writes and delete older resume points.
 
         A resume point is valid once all ranks have written theirs; until then the previous one is kept. Several ranks
-        therefore delete it when the next is saved.
+        therefore delete it when the next is saved, and keep the newest ones that all of them have.
 
         Args:
             wait: until everything has been written.
@@ -107,8 +107,10 @@ class Archive:
                 self.lost(f"checkpoint {name}", error, ", the run continues")
         if self._saved and (wait or (self.saver.idle and self.ranks.size == 1)):
             self._saved = False
-            self.ranks.barrier()
-            self.saver.do("older resume points", lambda: checkpoint.rotate(self.points, self.config.checkpoint.keep))
+            written = {path.name for path in checkpoint.resume_points(self.points)}
+            common = set.intersection(*self.ranks.every(written))
+            keep = self.config.checkpoint.keep
+            self.saver.do("older resume points", lambda: checkpoint.rotate(self.points, keep, common))
             if wait:
                 self.saver.outcomes(wait)
 

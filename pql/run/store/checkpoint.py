@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -306,14 +306,20 @@ def set_aside(folder: Path, keep_up_to: Path) -> None:
             path.rename(next(name for name in names if not name.exists()))
 
 
-def rotate(folder: Path, keep: int) -> None:
-    """Delete all but the newest ``keep`` resume points, and the leftovers of interrupted saves."""
+def rotate(folder: Path, keep: int, common: Collection[str] = ()) -> None:
+    """Delete all but the newest ``keep`` resume points, and the leftovers of interrupted saves.
+
+    Args:
+        common: names of the resume points that all ranks have; the newest ``keep`` of these stay, too.
+    """
     with contextlib.suppress(OSError):
         recover(folder)
     replaced = (old for old in folder.glob(".old-*") if old.with_name(old.name.removeprefix(".old-")).exists())
     for path in [*folder.glob(".removing-*"), *folder.glob(".writing-*"), *replaced]:
         shutil.rmtree(path, ignore_errors=True)
-    for path in resume_points(folder)[:-keep]:
+    points = resume_points(folder)
+    staying = {*points[-keep:], *[path for path in points if path.name in common][-keep:]}
+    for path in (path for path in points if path not in staying):
         removing = path.with_name(f".removing-{path.name}")
         with contextlib.suppress(OSError):
             path.rename(removing)  # if the process dies here, nobody takes what is left for a resume point
