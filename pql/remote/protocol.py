@@ -156,8 +156,13 @@ def check_facts(facts: Any) -> dict[str, Any]:
         sizes = len(shape) <= 8 and all(is_count(s) for s in shape)
         return sizes and dtype in TYPES and is_count(stack) and (stack == 1 or shape[:1] == [stack])
 
+    def is_text(value: Any) -> bool:  # as checkpoints can store, without control characters
+        return isinstance(value, str) and 0 < len(value) <= 200 and value.isprintable()
+
     def is_number(value: Any) -> bool:
-        return type(value) is float or (type(value) is int and abs(value) < 2**1023)  # larger ones overflow a float
+        if type(value) is int:
+            return abs(value) < 2**1023  # larger ones overflow a float
+        return type(value) is float and not math.isnan(value)
 
     def is_numbers(value: Any, count: Any) -> bool:
         return value is None or (isinstance(value, list) and len(value) == count and all(map(is_number, value)))
@@ -171,14 +176,16 @@ def check_facts(facts: Any) -> dict[str, Any]:
         return is_count(size) and all(is_numbers(value.get(k), size) for k in ("low", "high"))
 
     rules = {
-        "name": lambda v: isinstance(v, str) and 0 < len(v) <= 200,
+        "name": is_text,
         "num_envs": is_count,
-        "obs": lambda v: isinstance(v, dict) and "policy" in v and len(v) <= 32 and all(map(is_obs, v.values())),
+        "obs": lambda v: (
+            isinstance(v, dict) and "policy" in v and len(v) <= 32 and all(is_text(k) and is_obs(v[k]) for k in v)
+        ),
         "action": is_action,
         "max_episode_steps": lambda v: v is None or is_count(v),
         "autoreset": lambda v: v in ("same_step", "next_step"),
         "final_obs": lambda v: v in ("always", "on_done", "never"),
-        "log": lambda v: isinstance(v, list) and len(v) <= 256 and all(isinstance(k, str) for k in v),
+        "log": lambda v: isinstance(v, list) and len(v) <= 256 and all(map(is_text, v)),
         "info": lambda v: isinstance(v, dict),
     }
     for name, rule in rules.items():

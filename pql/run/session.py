@@ -15,6 +15,7 @@ from pql.config.fields import reads
 from pql.config.trust import names_foreign_code
 from pql.contract.env import VecEnv
 from pql.contract.optional import Measured, Resumable, WithEvaluation, supports
+from pql.contract.spec_json import spec_to_dict
 from pql.engine import deadlines
 from pql.engine.deadlines import start_limit, step_limit
 from pql.engine.interrupt import Interrupt
@@ -38,6 +39,7 @@ from pql.run.store import checkpoint
 from pql.run.store import run_dir as rundir
 from pql.run.store.archive import Archive
 from pql.run.store.claim import Claim
+from pql.run.store.manifest import check_storable
 from pql.run.store.run_dir import Summary
 from pql.run.task import build_env, staggered
 
@@ -98,6 +100,7 @@ class Session:
         self._failed: RunError | None = None  # error of an evaluation, with which the run ends after saving
         self._resumed, self._ready = resume, False  # warm-up done
         log.check_logger(config)
+        check_storable(config)
         opened.callback(ranks.close)
         opened.enter_context(Watchdog(self.interrupt))
         self._held: Claim | None = None
@@ -147,6 +150,7 @@ class Session:
             with watching(f"building {self.config.task.title}", start_limit(self.config.placement)):
                 self.parts: Parts = _build(self.ranks.share, self.given_env)
             opened.callback(self._close_parts)
+            check_storable(self.config, spec_to_dict(self.parts.first.env.spec))
             self._check_env()
             self.ranks.connect(self.parts)
         if self.console:

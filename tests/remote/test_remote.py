@@ -120,6 +120,16 @@ def test_frames_that_are_wrong_are_refused_in_words():
     wire.check_facts(facts)
     with pytest.raises(wire.WireError, match="action is missing or wrong"):  # no float holds it
         wire.check_facts(facts | {"action": {"size": 1, "low": [-(10**400)], "high": [1]}})
+    group, nan = [[1], "float32", 1], float("nan")
+    for name, value in (
+        ("name", "x\x1b[2J"),
+        ("name", "x\u202e"),
+        ("obs", {"policy": group, "a\tb": group}),
+        ("log", ["success\n"]),
+        ("action", {"size": 1, "low": [nan], "high": [1.0]}),
+    ):  # an admitted actor's names and bounds are part of every checkpoint, whose readers refuse these
+        with pytest.raises(wire.WireError, match=f"{name} is missing or wrong"):
+            wire.check_facts(facts | {name: value})
     with pytest.raises(wire.WireError, match="at most"):
         wire.Layout(describe_simulator(make_sim("counter", 5, {}).spec) | {"num_envs": 10**7})
 

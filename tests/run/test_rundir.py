@@ -11,9 +11,11 @@ import torch
 from run_files import points, resume, run, words
 
 from pql.cli.main import main
-from pql.config import from_dict
+from pql.config import changed, from_dict
 from pql.config.compose import compose
 from pql.config.files import read_yaml
+from pql.contract.env import Box
+from pql.envs.toy import Counter
 from pql.errors import ConfigError, PqlWarning
 from pql.run.policy import load_policy, open_stored
 from pql.run.resume import resume_config
@@ -168,6 +170,54 @@ def test_config_yaml_is_on_the_disk_when_a_run_begins(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", fsync)
     rundir.create_run_dir(tmp_path / "run", compose(words(tmp_path / "run")), [])
     assert synced == [str(tmp_path / "run" / "config.yaml"), str(tmp_path / "run")]
+
+
+# -- what could not be read again -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("logger.project", "a\tb", r"expected a value that checkpoints can store (logger.project is not without "),
+        ("run_dir", "{folder}/ru\u200en", r"/ru\u200en: expected a value that checkpoints can store "),
+        ("task.kwargs", {"camera": {"name": "a\x1b"}}, r"task.kwargs={'camera': {'name': 'a\x1b'}}: expected a value "),
+        ("task.kwargs", {"gain": float("nan")}, "task.kwargs={'gain': nan}: expected a value that checkpoints can "),
+        ("task.kwargs", {"gains": {1: 0.5}}, "task.kwargs={'gains': {1: 0.5}}: expected a value that checkpoints can "),
+        ("logger.project", "a${b}", "logger.project=a${b}: expected a value that checkpoints can store "),
+    ],
+)
+def test_a_setting_that_no_reader_would_accept_is_refused_before_anything_starts(tmp_path, name, value, said):
+    value = value.replace("{folder}", str(tmp_path)) if isinstance(value, str) else value
+    config = changed(compose(words(tmp_path / "run")), {name: value})
+    with pytest.raises(ConfigError) as error:
+        Session(config, quiet=True)
+    assert said in str(error.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_setting_that_no_reader_would_accept_is_refused_by_resume_too(folder, capsys):
+    before = {p: (p / "manifest.json").read_bytes() for p in points(folder)}
+    assert main(["resume", str(folder), "logger.project='a\tb'", "budget.env_steps=640"]) == 2
+    assert capsys.readouterr().err.startswith("pql: logger.project=a b: expected a value that checkpoints can store ")
+    assert {p: (p / "manifest.json").read_bytes() for p in points(folder)} == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"name": "mine\u202e"}, r"spec is not without control characters: mine\u202e"),
+        ({"action": Box(1, (float("nan"),), (1.0,))}, "spec is not without NaN"),
+        ({"max_episode_steps": -1}, "spec.max_episode_steps is not null or a whole number from 1 on"),
+    ],
+)
+def test_a_simulator_whose_description_no_reader_would_accept_is_refused(tmp_path, changes, said):
+    env = Counter(16, "cpu")
+    env.spec = dataclasses.replace(env.spec, **changes)
+    with pytest.raises(ConfigError) as error:
+        Session(compose(words(tmp_path / "run")), env=env, quiet=True)
+    assert "expected a simulator whose description checkpoints can store" in str(error.value)
+    assert said in str(error.value)
+    assert list(tmp_path.iterdir()) == []
 
 
 # -- policies -------------------------------------------------------------------------------------------------------

@@ -4,14 +4,15 @@ Reads no files. A failed check is a ``ValueError`` that names the entry and the 
 """
 
 import contextlib
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pql import __version__
-from pql.config import Config, fingerprint, from_dict, to_dict
+from pql.config import Config, fingerprint, from_dict, leaves, to_dict
 from pql.config.families import record_of
-from pql.config.files import check_tree, walk
+from pql.config.files import check_tree, parse_json, walk
 from pql.errors import UNSEEN, ConfigError, printable
 
 FORMAT = 2  # in format 1, replays and priorities were saved in full, including unused rows
@@ -54,6 +55,39 @@ def check_manifest(data: Any, kinds: Sequence[str]) -> None:
     check_texts("spec", data.get("spec"))
     check_spec_dict(data.get("spec"))
     _check_counters(data.get("counters", {}), ("ticks", "seconds") if data["kind"] == "resume" else ())
+
+
+def check_storable(config: Config, spec: Mapping[str, Any] | None = None) -> None:
+    """Check that readers will accept the checkpoints of a run, so that it does not train for nothing.
+
+    Args:
+        spec: from ``spec_to_dict``; None: not known yet.
+    Raises:
+        ConfigError: the first setting that a reader refuses, or the task if its specification is refused.
+    """
+    for name, value in leaves(config):
+        try:
+            check_settings(name, {name: as_read(value)})
+        except (TypeError, ValueError) as error:
+            raise ConfigError(name, value, f"a value that checkpoints can store ({error})") from None
+    if spec is not None:
+        manifest = {"format": FORMAT, "kind": "policy", **config_entries(config), "spec": spec}
+        try:
+            check_manifest(as_read({**manifest, "sha256": "", "manifest_sha256": ""}), ("policy",))
+        except (TypeError, ValueError) as error:
+            wanted = f"a simulator whose description checkpoints can store ({error})"
+            raise ConfigError("task", config.task.title, wanted) from None
+
+
+def as_read(data: Any) -> Any:
+    """Return what a reader gets from ``data`` written as JSON.
+
+    Raises:
+        TypeError: it holds other types than JSON has.
+        ValueError: it is too large, too deep, or has names that are no text.
+    """
+    check_tree(data)
+    return parse_json(json.dumps(data))
 
 
 def check_settings(name: str, settings: Any) -> None:
