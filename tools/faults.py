@@ -5,15 +5,17 @@
     make faults FRESH=1         from the beginning
 
 Each row is shown by tests marked ``fault`` (``pytest -m fault --collect-only`` lists them); the rows are in
-``tests/support/fault_rows.py``. Outcomes are appended to build/faults.jsonl; tests that passed are not repeated until
-the file is deleted. The exit status is 1 if a test failed.
+``tests/support/fault_rows.py``. Outcomes are appended to build/faults.jsonl with the commit. A test that passed is not
+repeated while the library and the tests are unchanged; the table takes the last outcome of each test that still exists,
+and names the commits. The exit status is 1 if a test failed, or a row that was asked for is below its count.
 """
 
 import argparse
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +23,30 @@ import _bench
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "support"))
-from fault_rows import ROWS, stored  # noqa: E402
+from fault_rows import ROWS, Row, numbers, stored  # noqa: E402
 
 NOTES: dict[int, str] = {
-    19: "each run makes 6,000 ticks, in one to five minutes; [long runs](long-runs.md) has slopes of memory.",
+    19: "each run makes ticks for ten minutes; [long runs](long-runs.md) has slopes of memory.",
 }
 """What a row's count does not say, or why a row is below it."""
 
 HEAD = """# Fault matrix
 
 What must happen when something fails, and how often it was shown to happen. `make faults` runs the matrix and writes
-this table ({date}, {machine}; commit {commit}). *Tried* counts injected faults, *survived* those with the required
-outcome; (*) marks a row below its count. The time is that of the slowest test, which may inject several. The matrix
-has tests for GPUs, which were skipped: **nothing here was measured on a GPU**.
+this page ({date}, {machine}). {effort} *Tried* counts injected faults, *survived* those with the required outcome; in a
+row with several forms, both are those of the form with the fewest, and the second table has all forms. (*) marks a row
+below its count. *Further tests* are not in the count. The time is that of the slowest test, which may inject several
+faults; *commit* is the version that was tested (+: with changes). The matrix has tests for GPUs, which were skipped:
+**nothing here was measured on a GPU**.
 
-| row | fault | required outcome | count | tried | survived | slowest test, s |
-|---|---|---|---|---|---|---|
+| row | fault | required outcome | count | tried | survived | further tests | slowest test, s | commit |
+|---|---|---|---|---|---|---|---|---|
+"""
+FORMS = """
+## Forms
+
+| row | form | count | tried | survived | slowest test, s |
+|---|---|---|---|---|---|
 """
 
 
@@ -54,58 +64,118 @@ def main(argv: Sequence[str] | None = None) -> int:
     log.parent.mkdir(parents=True, exist_ok=True)
     if args.fresh:
         log.unlink(missing_ok=True)
+    asked, tests = numbers(args.rows) or {*ROWS}, collected()
     if not args.table:
         # "tests" and "=": pytest learns these options from tests/conftest.py, and would take their values for paths
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "tests",
-            "-m",
-            "fault",
-            "--faults",
-            f"--fault-rows={args.rows}",
-            "-q",
-        ]
-        command += [f"--fault-log={log}", f"--fault-minutes={args.minutes}", "-n", str(args.processes)]
-        subprocess.run([*command, "--no-header", "--tb=line"], cwd=ROOT, check=False)
-    runs = latest(stored(str(log)))
-    table = rows(runs)
+        options = [f"--fault-rows={args.rows}", f"--fault-log={log}", f"--fault-minutes={args.minutes}"]
+        pytest(*options, "-n", str(args.processes), "--no-header", "--tb=line")
+    runs = latest(stored(str(log)), tests)
+    table, forms = rows(runs), form_rows(runs)
     print("\n".join(table))
     if args.page:
-        git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT)
-        head = HEAD.format(date=time.strftime("%Y-%m-%d"), machine=_bench.machine(), commit=git.stdout.strip())
-        Path(args.page).write_text(head + "\n".join(table[2:]) + "\n" + notes())
+        head = HEAD.format(date=time.strftime("%Y-%m-%d"), machine=_bench.machine(), effort=effort(runs))
+        Path(args.page).write_text(head + "\n".join(table[2:]) + "\n" + notes() + FORMS + "\n".join(forms) + "\n")
     failed = [run for run in runs if run["outcome"] == "failed"]
     for run in failed:
         print(f"failed: {run['test']}", file=sys.stderr)
-    return 1 if failed else 0
+    short = [line for number in sorted(asked) for line in below(number, runs)]
+    for line in short:
+        print(line, file=sys.stderr)
+    return 1 if failed or short else 0
 
 
-def latest(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the last outcome of each test."""
-    return [*{run["test"]: run for run in runs}.values()]
+def pytest(*options: str, **more: Any) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "pytest", "tests", "-m", "fault", "--faults", "-q", *options]
+    return subprocess.run(command, cwd=ROOT, check=False, text=True, **more)
+
+
+def collected() -> set[str]:
+    """Return the ids of the tests of the matrix.
+
+    Raises:
+        SystemExit: there are none, or some cannot be collected.
+    """
+    done = pytest("--collect-only", stdout=subprocess.PIPE)
+    found = {line for line in done.stdout.splitlines() if "::" in line and line.startswith("tests/")}
+    if done.returncode or not found:
+        print(done.stdout[-2000:], file=sys.stderr)
+        raise SystemExit(f"faults: pytest collected {len(found)} tests and ended with status {done.returncode}")
+    return found
+
+
+def latest(runs: Iterable[dict[str, Any]], tests: set[str]) -> list[dict[str, Any]]:
+    """Return the last outcome of each of ``tests``."""
+    return [*{run["test"]: run for run in runs if run["test"] in tests}.values()]
+
+
+def of(number: int, runs: Sequence[dict[str, Any]], form: str | None) -> list[dict[str, Any]]:
+    """Return the outcomes of a row's form; None: of its further tests. Skipped tests are left out."""
+    return [run for run in runs if [number, form] in run["places"] and run["outcome"] != "skipped"]
+
+
+def counted(runs: Sequence[dict[str, Any]]) -> tuple[int, int]:
+    """Return the number of faults that were tried, and that were survived."""
+    return sum(run["cases"] for run in runs), sum(run["cases"] for run in runs if run["outcome"] == "passed")
+
+
+def slowest(runs: Sequence[dict[str, Any]]) -> str:
+    return f"{max((run['seconds'] for run in runs), default=0.0):.1f}"
+
+
+def below(number: int, runs: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a line for each form of a row that is below its count."""
+    row, out = ROWS[number], []
+    for form in row.forms:
+        survived = counted(of(number, runs, form))[1]
+        if survived < row.count:
+            out.append(f"row {number}{', ' * bool(form)}{form}: {survived:,} of {row.count:,}")
+    return out
 
 
 def rows(runs: Sequence[dict[str, Any]]) -> list[str]:
     """Return the table's lines, with its head."""
     out = HEAD.splitlines()[-2:]
     for number, row in ROWS.items():
-        own = [run for run in runs if number in run["rows"] and run["outcome"] != "skipped"]
-        tried = sum(run["cases"] for run in own)
-        survived = sum(run["cases"] for run in own if run["outcome"] == "passed")
-        worst = max((run["seconds"] for run in own), default=0.0)
-        mark = "" if survived == tried and tried >= row.count else " (*)"
-        counts = (f"{row.count:,}", f"{tried:,}{mark}", f"{survived:,}", f"{worst:.1f}")
-        cells = (str(number), row.fault, row.outcome, *counts)
-        out.append(f"| {' | '.join(cells)} |")
+        forms, more = [of(number, runs, form) for form in row.forms], of(number, runs, None)
+        tried, survived = (min(counts) for counts in zip(*map(counted, forms), strict=True))
+        own = [run for one in (*forms, more) for run in one]
+        whole = all(run["outcome"] == "passed" for run in own) and not below(number, runs)
+        further = f"{sum(run['outcome'] == 'passed' for run in more):,} of {len(more):,}" if more else ""
+        commits = ", ".join(dict.fromkeys(run.get("commit", "") for run in own))
+        counts = (asked(row), f"{tried:,}{'' if whole else ' (*)'}", f"{survived:,}", further, slowest(own), commits)
+        out.append(f"| {number} | {row.fault} | {row.outcome} | {' | '.join(counts)} |")
     return out
 
 
+def asked(row: Row) -> str:
+    return f"{row.count:,}" if len(row.forms) == 1 else f"{row.count:,} of {len(row.forms)} forms each"
+
+
+def form_rows(runs: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the lines of the table of forms."""
+    out = []
+    for number, row in ROWS.items():
+        for form in row.forms if len(row.forms) > 1 else ():
+            own = of(number, runs, form)
+            tried, survived = counted(own)
+            mark = "" if survived == tried and survived >= row.count else " (*)"
+            out.append(f"| {number} | {form} | {row.count:,} | {tried:,}{mark} | {survived:,} | {slowest(own)} |")
+    return out
+
+
+def effort(runs: Sequence[dict[str, Any]]) -> str:
+    """Return a sentence about the time that the tests took, and the load of the machine meanwhile."""
+    ran = [run for run in runs if run["outcome"] != "skipped"]
+    minutes, loads = sum(run["seconds"] for run in ran) / 60, [run["load"] for run in ran if "load" in run]
+    if not loads:
+        return f"{len(ran):,} tests took {minutes:.0f} minutes."
+    load = f"load average {statistics.median(loads):.1f} in the median, at most {max(loads):.1f}"
+    return f"{len(ran):,} tests took {minutes:.0f} minutes in all, several at a time ({load})."
+
+
 def notes() -> str:
-    """Return the notes on single rows."""
-    lines = [f"* **Row {number}**: {why}" for number, why in sorted(NOTES.items())]
-    return "\n".join(["", *lines, ""]) if lines else ""
+    """Return the notes on rows as a list."""
+    return "".join(f"\n* **Row {number}**: {text}" for number, text in sorted(NOTES.items())) + "\n" * bool(NOTES)
 
 
 if __name__ == "__main__":

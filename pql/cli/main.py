@@ -13,12 +13,13 @@ import textwrap
 import threading
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from pql import __version__
 from pql.cli.api import launch
+from pql.engine import deadlines
 from pql.engine.world import world
 from pql.errors import ConfigError, HungError, PqlError, PqlWarning, RunError, first_line, nearest, with_cause
 from pql.remote.actor import command as actor_command
@@ -133,6 +134,19 @@ def show_crashes() -> None:
     if not faulthandler.is_enabled():
         with contextlib.suppress(OSError, ValueError, RuntimeError, AttributeError):  # standard error is not a file
             faulthandler.enable()
+
+
+@contextlib.contextmanager
+def within(seconds: float, what: str, kind: str) -> Iterator[None]:
+    """Context manager: end a command that makes no progress for ``seconds``, with the stacks of all threads.
+
+    Raises:
+        HungError: it was ended.
+    """
+    from pql.engine.watchdog import guarded, watching
+
+    with guarded(), watching(what, deadlines.Limit(seconds, f"the limit of {kind}")):
+        yield
 
 
 def speaker() -> str:
@@ -411,7 +425,8 @@ def run_report(args: argparse.Namespace) -> int:
         raise ConfigError("thresholds", levels, "a list of numbers such as [100,200]")
     out = Path(asked["out"]).expanduser() if "out" in asked else None
     references = Path(asked["references"]).expanduser() if "references" in asked else None
-    path, numbers = reports.write(runs, out, asked.get("x", "seconds"), levels, args.single, references)
+    with within(deadlines.REPORT, "the report", "a report"):
+        path, numbers = reports.write(runs, out, asked.get("x", "seconds"), levels, args.single, references)
     reports.tell(numbers)
     print(f"page: {path}\nnumbers: {path.with_name('numbers.json')}")
     return 0
@@ -493,7 +508,8 @@ def run_export(args: argparse.Namespace) -> int:
 
     asked: dict[str, Any] = {"formats": "pt2,onnx", "scale": True} | parse_pairs(args.overrides, COMMANDS["export"])
     formats = asked.pop("formats").strip("[]").replace(" ", "").split(",")
-    export = export_policy(args.path, formats=formats, **asked, trust=args.trust)
+    with within(deadlines.EXPORT, "the export", "an export"):
+        export = export_policy(args.path, formats=formats, **asked, trust=args.trust)
     for file in (*export.files.values(), export.metadata):
         print(f"{file}  {file.stat().st_size:,} bytes")
     found = ", ".join(f"{k} {v:.3g}" for k, v in export.parity.items())

@@ -82,6 +82,8 @@ CONSOLE = 5.0
 # Writes that are pending when a run fails. A run that ends as asked waits for them (``start_limit``, from their last
 # progress). Then they are abandoned; older checkpoints are kept.
 SAVE = 8.0
+# ``pql report`` and ``compare`` for a run or a page, ``pql export`` for a file: seconds each, on a slow disk minutes.
+REPORT, EXPORT = 600.0, 600.0
 # ``git`` and other programs that only describe the machine: without an answer, it is not described.
 PROGRAM = 5.0
 

@@ -14,6 +14,7 @@ from pql.config import AlgoConfig, from_dict
 from pql.config.families import record_of
 from pql.config.files import YAML_BYTES, read_bytes, read_json
 from pql.config.schema import nested
+from pql.engine.watchdog import touch
 from pql.errors import ConfigError, nearest, show
 from pql.run.store.run_dir import read_config
 
@@ -110,6 +111,7 @@ def read(paths: Sequence[Path]) -> list[Run]:
 
 
 def _read(path: Path, name: str, settings: dict[str, Any], text: str) -> Run:
+    touch()  # a page of many runs makes progress
     rows, notes = read_rows(path / "metrics.jsonl")
     if one_learner(settings):  # both counters count the same updates
         rows = [{k: v for k, v in row.items() if k != "updates/p"} for row in rows]

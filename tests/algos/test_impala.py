@@ -308,7 +308,7 @@ def run(run_dir, *more):
     return run_files.run(*words)
 
 
-@pytest.mark.fault(14, count=10)
+@pytest.mark.fault(14, form=lambda given: "appo" if "algo=appo" in given["case"] else "impala", count=10)
 @some_of(CASES, keep=["lstm, filler rows", "late weights", "appo"], name="case")
 def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, case, trial):
     seed = f"seed={trial}"

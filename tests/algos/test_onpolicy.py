@@ -69,7 +69,7 @@ CASES = {
 }
 
 
-@pytest.mark.fault(14, count=10)
+@pytest.mark.fault(14, form="ppo", count=10)
 @some_of(CASES, keep=["squashed, scaled rewards", "lstm, filler rows"], name="case")
 def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, case, trial):
     whole, parts = tmp_path / "whole", tmp_path / "parts"

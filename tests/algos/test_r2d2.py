@@ -264,7 +264,7 @@ def train(run_dir, *more):
     return run_files.run(*WORDS, f"run_dir={run_dir}", *more)
 
 
-@pytest.mark.fault(14, count=10)
+@pytest.mark.fault(14, form="r2d2", count=10)
 @pytest.mark.parametrize("schedule", ["lockstep", "concurrent"])
 def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, schedule, trial):
     whole, parts = tmp_path / "whole", tmp_path / "parts"

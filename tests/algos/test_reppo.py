@@ -491,7 +491,7 @@ def run(run_dir, *more):
     return run_files.run(*WORDS, f"run_dir={run_dir}", *more)
 
 
-@pytest.mark.fault(14, count=10)
+@pytest.mark.fault(14, form="reppo", count=10)
 def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, trial):
     steps = [16 * (8 + 4 * n) for n in (4, 8)]
     run(tmp_path / "whole", f"seed={trial}", f"budget.env_steps={steps[1]}")

@@ -227,7 +227,7 @@ RESIDUAL = (  # BTR with images, and vectors of the spectral norm
 )
 
 
-@pytest.mark.fault(14, count=10)
+@pytest.mark.fault(14, form="{algo}", count=10)
 @pytest.mark.parametrize("algo", sample(FAMILY, keep=["dqn", "btr", "apex"]))
 def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, algo, trial):
     more = (*(RESIDUAL if algo == "btr" else ()), f"seed={trial}")

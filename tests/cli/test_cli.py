@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from fault_rows import SIGNALS
 from run_files import manifest, points, rows, run, words
 from sampling import sample
 
@@ -500,8 +501,8 @@ def slow(num_envs: int, device: object, stuck_at: int, mark: str) -> Slow:
     return Slow(num_envs, device, stuck_at, mark)
 
 
-@pytest.mark.fault(8, 9, count=5)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.fault(count=5)
+@SIGNALS
 def test_a_signal_saves_and_exits_130(start, tmp_path, number, trial):
     """At a random moment, every second time while checkpoints are written all the time."""
     run_dir = tmp_path / "run"
@@ -520,7 +521,7 @@ def test_a_signal_saves_and_exits_130(start, tmp_path, number, trial):
     assert rows(run_dir)[-1]["steps/env"] == summary["env_steps"]
 
 
-@pytest.mark.fault(8, count=5)
+@pytest.mark.fault(8, form="twice", count=5)
 def test_a_second_ctrl_c_leaves_at_once(start, tmp_path, trial):
     process = start(tmp_path / "run", "placement.watchdog_seconds=100", stuck_at=15 + trial % 8)
     process.send_signal(signal.SIGINT)

@@ -232,7 +232,7 @@ def test_exclusive_work_is_ordered_against_the_ticks_around_it():
 
 
 @pytest.mark.parametrize("name", ["collector", "v", "p"])
-@pytest.mark.fault(6, count=25)
+@pytest.mark.fault(6, form="{name}", count=25)
 def test_a_failing_worker_ends_the_run_with_its_name_and_traceback(name, threads_left, trial):
     parts = ticks(start(small_config(), Threads(("collector", "v", "p"))), 1 + trial % 5)
 

@@ -1,5 +1,7 @@
 """Deadlines: the named cause, the end of the process, and that slow progress is not a hang."""
 
+import importlib
+import re
 import signal
 import subprocess
 import sys
@@ -27,7 +29,6 @@ from pql.run.evaluation import EvaluationPlan, Evaluator, evaluate_saved
 from pql.run.play import record_video
 from pql.run.policy import fresh_policy
 
-pytestmark = pytest.mark.fault(7, 30, count=2)
 SHORT = Limit(0.2, "placement.watchdog_seconds")
 LONG = Limit(1000.0, "placement.start_seconds")
 
@@ -53,6 +54,7 @@ def forever(*_):
     time.sleep(1000)
 
 
+@pytest.mark.fault(7)
 def test_a_wait_is_broken_off_and_named_with_all_stacks(guarded):
     with pytest.raises(HungError) as caught, watching("worker v", SHORT):
         forever(touch("the simulator toy"))
@@ -122,6 +124,7 @@ with Interrupt() as interrupt, watchdog.Watchdog(interrupt):
 """
 
 
+@pytest.mark.fault(7)
 def test_what_cannot_be_broken_off_ends_the_process():
     done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=100)
     assert done.returncode == 1
@@ -144,6 +147,7 @@ def begun(parts, count):
     return ticks(parts, count)
 
 
+@pytest.mark.fault(30, form="reset", count=20)
 def test_a_reset_that_hangs(guarded):
     parts = made(watchdog_seconds=0.1, start_seconds=0.3)
     parts.first.env.reset = forever
@@ -158,6 +162,7 @@ def hanging(env, at):
     env.step = lambda action: forever() if next(count) == at else plain(action)
 
 
+@pytest.mark.fault(30, form="inline", count=10)
 @pytest.mark.parametrize(("at", "who"), [(3, "the warm-up"), (20, "worker collector")])
 def test_a_step_that_hangs_under_lockstep(guarded, at, who):
     parts = made(watchdog_seconds=0.5)
@@ -169,6 +174,7 @@ def test_a_step_that_hangs_under_lockstep(guarded, at, who):
     assert "in forever" in str(caught.value)
 
 
+@pytest.mark.fault(7, 30)
 def test_an_update_that_hangs_under_lockstep(guarded):
     parts = begun(made(watchdog_seconds=0.3), 2)
     parts.first.workers["p"].job = forever
@@ -229,6 +235,7 @@ def stuck():
     Stuck.release.set()
 
 
+@pytest.mark.fault(30, form="evaluator", count=10)
 @pytest.mark.parametrize("beside", [False, True])
 def test_an_evaluation_that_hangs_ends_the_run_saved(tmp_path, stuck, beside):
     """At its end, or in the middle of an endless run."""
@@ -245,6 +252,7 @@ def test_an_evaluation_that_hangs_ends_the_run_saved(tmp_path, stuck, beside):
     assert resume(tmp_path, f"budget.env_steps={steps}", *calm).env_steps == steps
 
 
+@pytest.mark.fault(30)
 def test_an_evaluation_on_the_run_s_own_environments_that_hangs(tmp_path):
     env = Counter(16, "cpu", episode_length=10**6, terminate_every=0)
     hanging(env, 25)  # 20 are the run's
@@ -256,6 +264,7 @@ def test_an_evaluation_on_the_run_s_own_environments_that_hangs(tmp_path):
     assert len(points(tmp_path)) == 1
 
 
+@pytest.mark.fault(30)
 def test_an_evaluator_s_simulator_whose_close_hangs(guarded):
     env = Counter(2, "cpu")
     policy = fresh_policy(small_config(), env.spec, "cpu")
@@ -269,6 +278,7 @@ def test_an_evaluator_s_simulator_whose_close_hangs(guarded):
 # -- commands that are no run ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault(30)
 def test_each_call_of_an_environment_has_its_deadline():
     place = PlacementConfig(watchdog_seconds=0.2, start_seconds=0.4)
     env = Timed(Counter(4), place)
@@ -302,6 +312,7 @@ def played(stuck, tmp_path):
     return tmp_path
 
 
+@pytest.mark.fault(30)
 def test_a_step_that_hangs_in_an_evaluation_of_a_run(played, threads_left):
     with pytest.raises(HungError) as caught:
         evaluate_saved(played, EvaluationPlan(2, 2))
@@ -310,6 +321,7 @@ def test_a_step_that_hangs_in_an_evaluation_of_a_run(played, threads_left):
     assert not threads_left()
 
 
+@pytest.mark.fault(30)
 def test_a_reset_that_hangs_while_it_is_filmed(played, tmp_path, monkeypatch, threads_left):
     pytest.importorskip("imageio_ffmpeg")
     monkeypatch.setattr(Stuck, "reset", forever)
@@ -319,12 +331,45 @@ def test_a_reset_that_hangs_while_it_is_filmed(played, tmp_path, monkeypatch, th
     assert not threads_left()
 
 
+@pytest.mark.fault(30)
 def test_a_reset_that_hangs_before_the_doctor(stuck, monkeypatch, capsys):
     monkeypatch.setattr(Stuck, "reset", forever)
     limits = ("placement.watchdog_seconds=0.5", "placement.start_seconds=1")
     assert main(["doctor", "--env", "stuck", *limits]) == 1
     last = capsys.readouterr().err.splitlines()[-1]
     assert last == "pql: the reset of counter has made no progress for 1 s (placement.start_seconds)"
+
+
+@pytest.mark.fault(30, form="{command}", count=20)
+@pytest.mark.parametrize(
+    ("command", "call"),
+    [("report", "pql.reports.runs.find"), ("export", "pql.run.store.checkpoint.find")],
+)
+def test_a_report_or_an_export_that_hangs_is_named_and_ends_at_ctrl_c(
+    tmp_path, monkeypatch, capsys, ctrl_c, command, call
+):
+    """As on a network drive that is gone."""
+    if command == "report":
+        pytest.importorskip("matplotlib")
+    for name in ("pql.reports.page", "pql.reports.symptoms", "pql.reports.watch.feed", "pql.run.export.writer"):
+        importlib.import_module(name)  # which takes longer than this deadline
+    monkeypatch.setattr(call, forever)
+    monkeypatch.setattr(deadlines, command.upper(), 0.4)
+    words = [command, str(tmp_path), *(["formats=pt2"] if command == "export" else [])]
+    assert main(words) == 1
+    *above, last = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(rf"pql: the {command} has made no progress for 0.4 s \(the limit of an? {command}\)", last)
+    assert "in forever" in "".join(above)
+    monkeypatch.setattr(deadlines, command.upper(), 60.0)
+    pressed = []
+
+    def press():
+        pressed.append(time.monotonic())
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    threading.Timer(0.1, press).start()
+    assert main(words) == 130
+    assert time.monotonic() - pressed[0] < 10  # 2 s, and what a busy machine adds
 
 
 def test_an_evaluation_that_fails_ends_the_run_saved(tmp_path):

@@ -59,7 +59,7 @@ def check_payload(mark):
     assert mark.is_dir()
 
 
-@pytest.mark.fault(16, cases=(6, 20))
+@pytest.mark.fault(16, form="frame to the learner", cases=(6, 20))
 def test_a_pickle_from_an_actor_is_never_executed(address, tmp_path, cases):
     """In every frame that the learner reads: only that stream ends."""
     mark, rng = tmp_path / "executed", random.Random(0)
@@ -97,7 +97,7 @@ def answering(address, act):
         server.stop(0).wait()
 
 
-@pytest.mark.fault(16, cases=(4, 20))
+@pytest.mark.fault(16, form="frame to an actor", cases=(4, 20))
 def test_a_pickle_from_a_learner_is_never_executed(address, tmp_path, cases):
     """In every frame that an actor reads: it ends with an error, or ignores what it does not know."""
     mark, rng, due = tmp_path / "executed", random.Random(1), []
@@ -152,10 +152,11 @@ def resident():
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-@pytest.mark.fault(35, count=4, cases=(8, 8))
+@pytest.mark.fault(35, count=20)
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the memory in use as Linux tells it")
-def test_the_largest_garbage_of_admitted_actors_leaves_nothing_and_disturbs_no_one(address, trial, cases, request):
-    """From ``cases`` connections at once; in the suite with 1 MB each."""
+def test_the_largest_garbage_of_admitted_actors_leaves_nothing_and_disturbs_no_one(address, trial, request):
+    """From eight connections at once; in the suite with 1 MB each."""
+    cases = 8
     largest = wire.LARGEST if request.config.option.faults else 1 << 20
     words = [address, trial, cases, largest, json.dumps(describe_simulator(counters().spec))]
     script = [sys.executable, attackers.__file__, *map(str, words)]

@@ -241,7 +241,7 @@ def test_a_killed_learner_resumes_with_the_actors_that_waited(actor, tmp_path, t
     assert process.stderr.read().count("connected") == 2
 
 
-@pytest.mark.fault(30, count=3)
+@pytest.mark.fault(30, form="actor's simulator", count=10)
 @pytest.mark.parametrize("at", [1, 3])
 def test_an_actor_whose_simulator_hangs_is_dropped_and_ends(actor, tmp_path, capfd, at):
     """Row 30: it still answers pings. The other actors' steps continue, and only present environments are counted."""
@@ -312,7 +312,7 @@ def test_wrong_words_are_one_line(words, why, tmp_path):
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.fault(30, count=5)
+@pytest.mark.fault(30, form="first actor", count=10)
 @pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGTERM, signal.SIGTERM]])
 def test_a_signal_ends_the_wait_for_the_first_actor(tmp_path, capfd, signals):
     """Long before the wait would end by itself, and nothing is left."""

@@ -20,6 +20,8 @@ from pql.run.store import run_dir as rundir
 from pql.run.store.claim import LOCK, claim, holder
 from pql.run.store.run_dir import read_summary
 
+NUMBERS = {errno.EROFS: "read-only", errno.ENOSPC: "full"}
+
 
 def everything(path):
     shutil.rmtree(path)
@@ -36,7 +38,7 @@ def visible(path):
         shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
-@pytest.mark.fault(33, count=10)
+@pytest.mark.fault(33, form="deleted", count=10)
 @pytest.mark.parametrize("delete", [everything, content, visible])
 def test_a_run_directory_deleted_in_mid_run_is_made_anew_with_the_policy(tmp_path, delete, trial):
     """At different times of the run."""
@@ -180,8 +182,8 @@ def test_the_exit_status_is_1_where_something_could_not_be_kept(tmp_path, monkey
     assert errors[0].partition("; ")[2].startswith(("to continue: pql resume ", "its last policy is kept: pql eval "))
 
 
-@pytest.mark.fault(33, count=20)
-@pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC], ids=["read-only", "full"])
+@pytest.mark.fault(33, form=lambda given: NUMBERS[given["number"]], count=20)
+@pytest.mark.parametrize("number", NUMBERS, ids=NUMBERS.get)
 def test_a_directory_that_takes_nothing_more_until_the_end(tmp_path, monkeypatch, capsys, number, trial):
     """From a random moment on nothing can be written there: one warning, the run goes on, and ends with status 1."""
     folder, rng, closed = tmp_path / "run", random.Random(trial), []

@@ -305,7 +305,7 @@ def test_closing_does_not_wait_for_the_episodes():
     assert isinstance(one.reports.get().outcome, StoppedError)
 
 
-@pytest.mark.fault(6, count=25)
+@pytest.mark.fault(6, form="evaluator", count=25)
 def test_an_evaluator_that_fails_ends_the_run_and_names_the_cause(tmp_path, monkeypatch):
     def fail(*args, **kwargs):
         raise ValueError("simulator lost")

@@ -195,13 +195,13 @@ def nested(rng: random.Random) -> str:
     return text if rng.random() < 0.5 else '{"format": 2, "config": ' + text + "}" * (rng.random() < 0.5)
 
 
-@pytest.mark.fault(31, count=20)
+@pytest.mark.fault(31, form="deep manifest", count=20)
 def test_a_manifest_nested_200000_deep_is_one_line(run: Path, capsys, trial: int) -> None:
     (run / "checkpoints" / "last" / "manifest.json").write_text(nested(random.Random(trial)))
     assert "a complete, intact checkpoint" in refused("eval", run / "checkpoints" / "last", capsys=capsys)
 
 
-@pytest.mark.fault(31, count=20)
+@pytest.mark.fault(31, form="million tensors", count=20)
 def test_a_header_of_a_million_tensors_is_not_read(run: Path, capsys, trial: int) -> None:
     entry = random.Random(trial).choice(
         (
@@ -225,7 +225,7 @@ def bomb(wide: int = 9, deep: int = 9, form: str = "[{}]") -> str:
     return "\n".join(lines) + "\n"
 
 
-@pytest.mark.fault(31, count=20)
+@pytest.mark.fault(31, form="alias bomb", count=20)
 def test_a_bomb_of_aliases_is_one_line(run: Path, capsys, trial: int) -> None:
     """In a config and in overrides; long before a parser would expand it."""
     rng = random.Random(trial)
@@ -433,7 +433,26 @@ def test_a_task_that_names_code_a_program_or_a_path_is_refused(run: Path, mark: 
     assert not mark.exists()
 
 
-@pytest.mark.fault(31, count=5)
+PROGRAMS = ("./evil", "evil", "{mark.parent}/evil", "/bin/sh", "sh -c ./evil", "../{mark.parent.name}/evil", "~/evil")
+MODULES = ("evil_module:make", "evil_module:make.__call__", ".evil_module:make", "os:system", "evil_module:")
+
+
+@pytest.mark.fault(31, form="{kind}", count=20)
+@pytest.mark.parametrize("kind", ["program", "module"])
+def test_a_run_that_names_a_program_or_a_module_is_refused(run: Path, mark: Path, capsys, kind, trial) -> None:
+    rng = random.Random(trial)
+    if kind == "program":
+        setting, value = "task.process.python", rng.choice(PROGRAMS).format(mark=mark)
+    else:
+        setting = rng.choice(("task.name", "algo.policy.net", "algo.critic.net"))
+        value = rng.choice(MODULES)
+    plant(run, setting, value)
+    for command in (("eval", run), ("resume", run, "budget.env_steps=900")):
+        assert refused(*command, capsys=capsys).startswith(f"pql: {setting}=")
+    assert not mark.exists()
+
+
+@pytest.mark.fault(31)
 @pytest.mark.parametrize("setting", ["algo.policy.net", "algo.critic.net"])
 def test_a_network_by_module_is_refused(run: Path, mark: Path, capsys, setting: str) -> None:
     plant(run, setting, "evil_module:make")
@@ -477,7 +496,7 @@ LOADERS: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.fault(16, count=20)
+@pytest.mark.fault(16, form="{loader}", count=20)
 @pytest.mark.filterwarnings("ignore::pql.errors.PqlWarning")
 @pytest.mark.parametrize("loader", LOADERS)
 def test_a_pickle_in_any_file_of_a_run_is_never_executed(run: Path, mark: Path, loader: str, trial: int) -> None:
@@ -573,7 +592,7 @@ SECRETS = (
 )
 
 
-@pytest.mark.fault(31, count=10)
+@pytest.mark.fault(31, form="interpolation", count=20)
 def test_an_interpolation_is_neither_resolved_nor_kept(run: Path, monkeypatch, capsys, trial: int) -> None:
     monkeypatch.setenv("SECRET", "hunter2")
     before, text = (run / "config.yaml").read_text(), SECRETS[trial % len(SECRETS)]

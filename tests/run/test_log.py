@@ -393,7 +393,8 @@ def test_wandb_that_raises_is_told_of_and_no_more(tmp_path, fake, monkeypatch, s
     assert len(fake("log")) == {"init": 0, "log": 1, "finish": 3}[stage]
 
 
-@pytest.mark.fault(6, 20, count=25)
+@pytest.mark.fault(6, form="logger", count=25)
+@pytest.mark.fault(20)
 def test_wandb_that_dies_is_told_of_while_the_run_goes_on(tmp_path):
     a_log(tmp_path / "run")
     sink = tracker(tmp_path / "run")
@@ -487,7 +488,7 @@ def history(path) -> list[dict[str, float]]:
     return found
 
 
-@pytest.mark.fault(20)
+@pytest.mark.fault(20, form="start", count=10)
 def test_the_real_wandb_without_a_server_loses_nothing(tmp_path, monkeypatch):
     """Online, but the server cannot be reached: offline data of every row, and the run as without it."""
     pytest.importorskip("wandb")

@@ -374,7 +374,7 @@ def test_a_file_of_transitions_is_shared_out(both: Pair, tmp_path):
 
 
 class Faulty:
-    """Counter, which ends its process, or fails, on rank 1 at step ``at``, unless ``mark`` exists, which is made then."""
+    """Counter, which ends its process, or fails, on rank 1 at step ``at``, unless ``mark`` exists; it is made then."""
 
     def __init__(self, num_envs, device, how="raise", at=30, mark=None):
         from pql.envs.toy import Counter
@@ -408,7 +408,7 @@ def killed(run_dir: str, mark: str, at: int) -> None:
     from pql.contract.registry import register
 
     register("faulty_rank", Faulty)
-    how = ("task.kwargs.how=die", f"task.kwargs.mark={mark}", f"task.kwargs.at={at}", "checkpoint.every_seconds=0.01")
+    how = ("task.kwargs.how=die", f"task.kwargs.mark={mark}", f"task.kwargs.at={at}", "checkpoint.every_seconds=0.05")
     patient = "placement.watchdog_seconds=200"
     run(*words(Path(run_dir), "budget.env_steps=32000", "task=env", "task.name=faulty_rank", *how, patient))
 
@@ -417,7 +417,8 @@ def resumed(run_dir: str, mark: str) -> int:
     from pql.contract.registry import register
 
     register("faulty_rank", Faulty)
-    return resume(run_dir, f"task.kwargs.mark={mark}", "budget.env_steps=64000")["summary"].env_steps
+    more = (f"task.kwargs.mark={mark}", "budget.env_steps=3200", "checkpoint.every_seconds=null")
+    return resume(run_dir, *more)["summary"].env_steps
 
 
 @pytest.mark.fault(28, count=50)
@@ -425,7 +426,7 @@ def test_a_killed_rank_ends_the_other_within_a_minute_and_the_run_resumes(tmp_pa
     """At a random moment, with kill -9; resumed after every tenth of them."""
     folder, mark = str(tmp_path / "run"), str(tmp_path / "mark")
     with pair() as two:
-        two.ask(killed, folder, mark, 25 + random.Random(trial).randrange(400))
+        two.ask(killed, folder, mark, 60 + random.Random(trial).randrange(100))
         two.processes[1].join(PATIENCE)
         assert two.processes[1].exitcode == -signal.SIGKILL
         begun = time.monotonic()
@@ -433,9 +434,9 @@ def test_a_killed_rank_ends_the_other_within_a_minute_and_the_run_resumes(tmp_pa
         assert time.monotonic() - begun < 60
     assert kind == "RunError"
     assert "rank 1 has ended, or hangs" in told
-    if trial % 10 == 0:
+    if trial % 10 == 1:
         with pair() as again:
-            assert again(resumed, folder, mark) == [64000, 64000]
+            assert again(resumed, folder, mark) == [3200, 3200]
 
 
 @pytest.mark.fault(6, 7)
@@ -443,7 +444,6 @@ def test_a_killed_rank_ends_the_other_within_a_minute_and_the_run_resumes(tmp_pa
     ("how", "first", "second"),
     [
         ("raise", "rank 1 failed: worker collector failed: ValueError: the simulator broke", "RunError"),
-        ("die", "rank 1 has ended, or hangs", "Exit"),
         ("hang", "rank 1 failed: worker collector has not finished its tick in 4 s", "HungError"),
     ],
 )

@@ -5,13 +5,18 @@ Every trial is a real process, forked from one that has the library; ``tests/cli
 
 import os
 import random
+import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 import pytest
+from fault_rows import SIGNALS
 from real_runs import begin
 from run_files import points, resume, words
 
@@ -31,9 +36,9 @@ class Runs:
         self.mark = f"task.kwargs.mark={self.folder}.mark"
         self.again = (self.mark, "checkpoint.every_seconds=null")  # a path is accepted if it is given again
 
-    def __call__(self, at: int = NEVER, how: str = "hang", *more: str) -> BaseProcess:
+    def __call__(self, at: int = NEVER, how: str = "hang", *more: str, permitted: bool = False) -> BaseProcess:
         made = words(self.folder, *LONG, f"task.kwargs.at={at}", f"task.kwargs.how={how}", self.mark, *more)
-        self.left.append(begin(["train", *made], self.log))
+        self.left.append(begin(["train", *made], self.log, permitted))
         return self.left[-1]
 
     def wait_for(self, condition, process: BaseProcess, seconds: float = 60.0) -> None:
@@ -62,8 +67,8 @@ def runs(tmp_path) -> Iterator[Runs]:
         process.join()
 
 
-@pytest.mark.fault(8, 9, count=50)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.fault(count=50)
+@SIGNALS
 def test_a_signal_at_any_moment_saves_and_ends_the_run(runs, number, trial):
     """While it is built, warms up, trains or saves, which it does all the time."""
     process = runs()
@@ -82,7 +87,7 @@ def test_a_signal_at_any_moment_saves_and_ends_the_run(runs, number, trial):
         runs.resumes()
 
 
-@pytest.mark.fault(8, count=50)
+@pytest.mark.fault(8, form="twice", count=50)
 def test_a_second_ctrl_c_leaves_at_once_from_a_tick_that_does_not_end(runs, trial):
     process = runs(8 + 1 + trial % 20, "hang", "placement.watchdog_seconds=100")
     runs.wait_for(runs.folder.exists, process)
@@ -94,7 +99,8 @@ def test_a_second_ctrl_c_leaves_at_once_from_a_tick_that_does_not_end(runs, tria
     assert process.exitcode == 130, runs.said()
 
 
-@pytest.mark.fault(5, 29, count=7)
+@pytest.mark.fault(29, count=7)
+@pytest.mark.fault(5)
 @pytest.mark.parametrize(
     ("how", "number"),
     [
@@ -105,7 +111,8 @@ def test_a_second_ctrl_c_leaves_at_once_from_a_tick_that_does_not_end(runs, tria
 )
 def test_a_crash_in_native_code_shows_the_stacks_of_all_threads_and_the_run_resumes(runs, how, number, trial):
     process = runs(60 + 3 * trial, how)
-    process.join(60)
+    runs.wait_for(Path(f"{runs.folder}.mark").exists, process)
+    process.join(ENDS)
     assert process.exitcode == -number, runs.said()
     said = runs.said()
     assert f"Fatal Python error: {('Aborted', 'Segmentation fault')[how == 'read']}\n" in said
@@ -113,19 +120,75 @@ def test_a_crash_in_native_code_shows_the_stacks_of_all_threads_and_the_run_resu
     assert " in step\n" in said or how == "thread"
     assert "env_slice.py" in said  # the collector's frames
     assert said.count("hread 0x") >= 4  # main thread, collector, v, p
-    if points(runs.folder):
-        resumed = begin(["resume", str(runs.folder), "budget.env_steps=2000", *runs.again], runs.log)
-        runs.left.append(resumed)
-        resumed.join(60)
-        assert resumed.exitcode == 0, runs.said()
+    assert points(runs.folder)
+    resumed = begin(["resume", str(runs.folder), "budget.env_steps=2000", *runs.again], runs.log)
+    runs.left.append(resumed)
+    resumed.join(60)
+    assert resumed.exitcode == 0, runs.said()
 
 
-@pytest.mark.fault(5, count=5)
+@contextmanager
+def disk(folder: Path, megabytes: int) -> Iterator[Path]:
+    """Mount a small disk in memory; skip the test where that is not permitted."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)]
+    if os.geteuid() or shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("needs permission to mount a small disk")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+SHORTER = ("budget.env_steps=40000", "checkpoint.every_seconds=0.2")
+
+
+@pytest.mark.fault(33, form="full", count=5)
+@pytest.mark.fault(13)
+def test_a_disk_that_is_full_to_the_end_is_told_and_the_status_is_1(tmp_path, runs, trial):
+    """A real disk, filled by another program while the run trains; afterwards the run goes on from what was kept."""
+    with disk(tmp_path / "disk", 8) as place:
+        runs.folder = place / "run"
+        process = runs(NEVER, "hang", *SHORTER)
+        runs.wait_for(lambda: points(runs.folder), process)
+        time.sleep(random.Random(trial).uniform(0, 0.3))
+        ballast = place / "ballast"
+        with suppress(OSError), ballast.open("wb", buffering=0) as file:  # no space left
+            while file.write(bytes(4096)):
+                pass
+        process.join(60)
+        assert process.exitcode == 1, runs.said()
+        assert "No space left on device" in runs.said()
+        assert "but not all of it could be kept in" in runs.said().splitlines()[-1]
+        ballast.unlink()
+        runs.resumes()
+
+
+@pytest.mark.fault(33, form="read-only", count=5)
+def test_a_directory_made_read_only_is_told_and_the_status_is_1(runs, trial):
+    process = runs(NEVER, "hang", *SHORTER, permitted=True)
+    runs.wait_for(lambda: points(runs.folder), process)
+    time.sleep(random.Random(trial).uniform(0, 0.3))
+    folders = [runs.folder, *(path for path in runs.folder.rglob("*") if path.is_dir())]
+    for folder in folders:
+        folder.chmod(0o555)
+    process.join(60)
+    for folder in folders:
+        if folder.exists():
+            folder.chmod(0o755)
+    assert process.exitcode == 1, runs.said()
+    assert "Permission denied" in runs.said()
+    assert "but not all of it could be kept in" in runs.said().splitlines()[-1]
+    runs.resumes()
+
+
+@pytest.mark.fault(5, count=20)
 def test_a_crash_of_the_simulators_own_process_is_the_last_line(runs, trial):
     far = ("task=env", "task.name=far_sims:Walk", f"task.process.python={sys.executable}", "task.kwargs.fault=abort")
     process = begin(["train", *words(runs.folder, *far, f"task.kwargs.at={12 + trial}")], runs.log)
     runs.left.append(process)
-    process.join(60)
+    runs.wait_for(runs.folder.exists, process)  # at most twenty steps before the crash
+    process.join(ENDS)
     assert process.exitcode == 1, runs.said()
     last = runs.said().splitlines()[-1]
     assert last.startswith("pql: worker collector failed: ")

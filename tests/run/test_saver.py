@@ -10,10 +10,12 @@ import signal
 import threading
 import time
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import differences
+from fault_rows import STAGES
 from run_files import manifest, points, resume, run, words
 
 from pql.config.compose import compose
@@ -141,7 +143,7 @@ def keep_saving(folder) -> None:
         one.outcomes(wait=True)
 
 
-@pytest.mark.fault(11, cases=(6, 250))
+@pytest.mark.fault(11, cases=(6, 100))
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_killed_at_any_time_the_newest_point_but_one_stands(tmp_path, cases):
     rng, found = random.Random(0), set()
@@ -161,6 +163,80 @@ def test_killed_at_any_time_the_newest_point_but_one_stands(tmp_path, cases):
         assert value_at(folder / "last") in (facts["ticks"], facts["ticks"] + 1)
         found.add(before)
     assert 1 in found
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def at_stage(stage, rng) -> None:
+    """Kill this process at a stage of a save: between any two pieces of a file, in a manifest, at a rename or after."""
+    turns = iter(range(rng.randrange(3), -2, -1))  # it is the turn of the call that draws 0
+    if stage in ("model", "replay"):
+        name = ".writing-last" if stage == "model" else ".writing-tick-000003"
+        write, writing = tensorfile.write, []
+        tensorfile.PIECE = 4
+        tensorfile.touch = lambda: die() if writing[-1].parent.name == name and next(turns) == 0 else None
+        tensorfile.write = lambda path, tensors: (writing.append(path), write(path, tensors))[1]
+    elif stage == "manifest":
+        name, write = rng.choice((".writing-last", ".writing-tick-000003")), checkpoint._write_manifest
+
+        def cut(folder, facts):
+            write(folder, facts)
+            if folder.name == name:
+                file = folder / checkpoint.MANIFEST
+                os.truncate(file, rng.randrange(file.stat().st_size))
+                die()
+
+        checkpoint._write_manifest = cut
+    elif stage == "rename":  # of the policy before, of the new one, and of the resume point
+        rename, before = Path.rename, rng.random() < 0.5
+
+        def move(path, target):
+            due = next(turns) == 0
+            found = None if due and before else rename(path, target)
+            return die() if due else found
+
+        Path.rename = move
+    else:
+
+        def half(path, remove=shutil.rmtree, **options):
+            if path.name.startswith(".removing-"):
+                next(path.iterdir()).unlink()
+                die()
+            remove(path, **options)
+
+        shutil.rmtree = half
+
+
+def save_once(folder, stage, seed) -> None:
+    gc.disable()  # as above
+    at_stage(stage, random.Random(seed))
+    checkpoint.save(folder / "last", tree(3.0), {})
+    checkpoint.save(folder / "tick-000003", tree(3.0), {"ticks": 3})
+    checkpoint.rotate(folder, 2)
+
+
+@pytest.mark.fault(11, form="{stage}", cases=(1, 50))
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("stage", STAGES)
+def test_killed_at_a_stage_of_a_save_the_newest_point_stands(tmp_path, stage, cases):
+    for trial in range(cases):
+        folder = tmp_path / str(trial)
+        for i in (1, 2):
+            checkpoint.save(folder / "last", tree(float(i)), {})
+            checkpoint.save(folder / f"tick-{i:06d}", tree(float(i)), {"ticks": i})
+        child = multiprocessing.get_context("fork").Process(target=save_once, args=(folder, stage, trial), daemon=True)
+        child.start()
+        child.join(60)
+        assert child.exitcode == -signal.SIGKILL
+        _, facts, path = checkpoint.newest_checkpoint(folder)
+        assert value_at(path) == facts["ticks"] >= 2
+        assert value_at(folder / "last") in (2.0, 3.0)
+        checkpoint.save(folder / "tick-000004", tree(4.0), {"ticks": 4})
+        checkpoint.rotate(folder, 2)
+        assert [value_at(path) for path in checkpoint.resume_points(folder)][-1] == 4.0
+        assert not list(folder.glob(".writing-*"))
 
 
 # -- in a run ---------------------------------------------------------------------------------------------------------

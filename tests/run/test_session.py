@@ -70,7 +70,7 @@ RECIPE = (
 )
 
 
-@pytest.mark.fault(14, count=10)
+@pytest.mark.fault(14, form=lambda given: given["algo"].removeprefix("algo="), count=10)
 @pytest.mark.parametrize(("task", "algo"), sample(CASES, keep=[CASES[2], *CASES[4:5], CASES[7], CASES[8]]))
 def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, task, algo, trial):
     """Split in the middle of episodes, on the default (threaded) executor. Everything the next tick depends on."""
@@ -527,6 +527,32 @@ def test_interrupting_the_final_evaluation_does_not_wait_for_it(tmp_path):
     assert (summary.interrupted, summary.return_mean, summary.env_steps) == (True, None, 320)
     assert time.perf_counter() - before < 20
     assert len(points(tmp_path)) == 1
+
+
+@pytest.mark.fault(8)
+def test_interrupting_a_final_evaluation_before_its_first_row_is_no_error(tmp_path):
+    """On remote actors: all of them are gone, and the user gives up waiting for them."""
+    interrupt = Interrupt()
+
+    class Deserted(Counter):
+        ended = False
+
+        def step(self, action):
+            step = super().step(action)
+            if not self.ended:
+                return step
+            interrupt.asked = True
+            return dataclasses.replace(step, valid=torch.zeros_like(step.valid), first=torch.zeros_like(step.first))
+
+    def end(session, row):
+        env.ended = session.env_steps == 320
+
+    env = Deserted(16, "cpu")
+    config = compose(words(tmp_path, "eval.final=true"))
+    summary = Session(config, env=env, quiet=True, interrupt=interrupt, callbacks=[end]).train()
+    assert (summary.interrupted, summary.return_mean, summary.episodes, summary.env_steps) == (True, None, 0, 320)
+    assert len(points(tmp_path)) == 1
+    assert not any("eval/return_mean" in row for row in rows(tmp_path))
 
 
 # -- checkpoints of a run -------------------------------------------------------------------------------------------

@@ -3,10 +3,20 @@
 A test of a row is marked ``@pytest.mark.fault(12, count=100)``: the suite runs it once, ``pytest --faults`` a hundred
 times. The fixture ``trial`` is the number of the repetition, for seeds. A test that injects many faults in one call is
 marked ``cases=(20, 10_000)``: the fixture ``cases`` is the first number in the suite, the second with ``--faults``.
+
+A row with several forms must reach its count in each: ``fault(8, form="once", count=50)``. ``form="{how}"`` is the
+value of the test's parameter ``how``, a function gets all parameters. Marks of a parameter are added to those of the
+test; ``fault(count=50)`` only repeats. A mark with neither ``count``, ``cases`` nor ``form`` names a further test of a
+row, which its count does not include (it does in a row whose count is 1).
 """
 
+import functools
+import hashlib
 import json
+import os
 import re
+import signal
+import subprocess
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -19,12 +29,26 @@ __all__ = ["cases", "pytest_addoption", "pytest_generate_tests", "trial"]  # hoo
 
 
 class Row(NamedTuple):
-    """A row of the matrix: the fault, what must happen, and how often it must be shown (on a CPU)."""
+    """A row of the matrix: the fault, what must happen, and how often it must be shown (on a CPU), for each form."""
 
     fault: str
     outcome: str
     count: int
+    forms: tuple[str, ...] = ("",)
 
+
+WORKERS = ("collector", "v", "p", "evaluator", "logger")
+STAGES = ("model", "replay", "manifest", "rename", "rotation")
+ALGORITHMS = (
+    *("pql", "pql_d", "pql_sac", "td3", "sac", "flashsac", "dqn", "c51", "rainbow", "eps_rainbow", "apex", "btr"),
+    *("r2d2", "pqn", "ppo", "impala", "appo", "reppo"),
+)
+LOADERS = (
+    *("eval", "export", "resume", "report", "load_policy", "init_from"),
+    *("exported file", "frame to the learner", "frame to an actor"),
+)
+PLACES = ("reset", "evaluator", "inline", "actor's simulator", "first actor", "report", "export")
+ARTEFACTS = ("pickled member", "program", "module", "interpolation", "alias bomb", "million tensors", "deep manifest")
 
 ROWS = {
     1: Row("NaN observation in one environment", "it restarts, its row is dropped and counted; others unchanged", 100),
@@ -32,21 +56,25 @@ ROWS = {
     3: Row("every environment NaN", "the run stops with a record that can be replayed; the good checkpoint stays", 20),
     4: Row("NaN loss or gradient", "no update, counted; the run stops after several in a row", 50),
     5: Row("the simulator crashes", "the run ends within 10 s, the cause in the last line; resume works", 20),
-    6: Row("a worker dies", "all end within 10 s with the first traceback; no process is left", 125),
+    6: Row("a worker dies", "all end within 10 s with the first traceback; no process is left", 25, WORKERS),
     7: Row("a worker hangs", "it is named, with all stacks", 40),
-    8: Row("Ctrl-C once; twice", "a checkpoint within 10 s; the second ends the process within 2 s", 100),
+    8: Row(
+        "Ctrl-C once; twice", "a checkpoint within 10 s; the second ends the process within 2 s", 50, ("once", "twice")
+    ),
     9: Row("SIGTERM", "as Ctrl-C once", 50),
     10: Row("the parent is killed", "children and shared memory are gone within 5 s", 50),
-    11: Row("killed while saving", "the newest complete checkpoint loads; at most one interval is lost", 250),
+    11: Row("killed while saving", "the newest complete checkpoint loads; at most one interval is lost", 50, STAGES),
     12: Row("truncated file, flipped byte", "refused by its hash; the checkpoint before is used, with a warning", 100),
     13: Row("disk full", "training continues, the old checkpoint stays, a warning", 20),
-    14: Row("resume", "2N ticks and N + N ticks give equal bits", 10),
+    14: Row("resume", "2N ticks and N + N ticks give equal bits", 10, ALGORITHMS),
     15: Row("checkpoint of an older release", "migrated, or its version is named", 1),
-    16: Row("malicious checkpoint or frame", "never executed", 20),
+    16: Row("malicious checkpoint or frame", "never executed", 20, LOADERS),
     17: Row("replay too large", "refused before the simulator starts, with bytes and the largest size that fits", 20),
     18: Row("out of memory during the run", "message with sizes, the checkpoint stays, exit", 20),
     19: Row("slow learner, slow simulator", "nothing grows; update ratios are exact", 3),
-    20: Row("wandb unreachable at the start, middle, end", "training goes on, offline data complete, ends in 15 s", 30),
+    20: Row(
+        "wandb unreachable", "training goes on, offline data complete, ends in 15 s", 10, ("start", "middle", "end")
+    ),
     21: Row("a remote actor is killed", "its partial trajectory is dropped, its slots are free within 2 s", 100),
     22: Row("a remote actor stops (half-open)", "noticed within 15 s, a replacement is admitted", 50),
     23: Row("the inference server is killed", "actors reconnect; no trajectory twice or torn", 50),
@@ -56,11 +84,11 @@ ROWS = {
     27: Row("races of streams and threads", "equal bits under random delays", 50),
     28: Row("a learner rank is killed", "the others exit within 60 s and the run resumes", 50),
     29: Row("native crash in this process", "stacks of all threads, the last line names the worker; resume works", 20),
-    30: Row("a hang anywhere else", "named within its deadline; Ctrl-C ends within 2 s", 20),
-    31: Row("hostile files", "refused in one line, within 2 s and 200 MB; nothing executed or resolved", 20),
+    30: Row("a hang anywhere else", "named within its deadline; Ctrl-C ends within 2 s", 20, PLACES),
+    31: Row("hostile files", "refused in one line, within 2 s and 200 MB; nothing executed or resolved", 20, ARTEFACTS),
     32: Row("two processes in one run directory", "exactly one runs", 50),
     33: Row(
-        "run directory deleted, read-only, or disk full to the end", "reported; status 1 if the policy is lost", 20
+        "the run directory is lost", "reported; status 1 if the policy is lost", 20, ("deleted", "read-only", "full")
     ),
     34: Row("config.yaml damaged", "the manifest's copy is used, with a warning", 200),
     35: Row("an admitted actor sends garbage of the largest size", "memory is back in 10 s; others undisturbed", 20),
@@ -68,23 +96,79 @@ ROWS = {
 }
 
 
-def rows_of(item: pytest.Item) -> tuple[int, ...]:
-    """Return the rows that a test belongs to.
+class Place(NamedTuple):
+    """A row that a test belongs to, and the form of its fault; None: a further test, which no count includes."""
+
+    row: int
+    form: str | None
+
+
+def places_of(item: pytest.Item) -> list[Place]:
+    """Return the rows and forms that a test belongs to, each once.
 
     Raises:
-        pytest.UsageError: the mark names no row, or one that does not exist.
+        pytest.UsageError: the marks name no row, or a row or form that does not exist.
     """
-    rows = tuple(row for mark in item.iter_markers("fault") for row in mark.args)
-    if item.get_closest_marker("fault") and not (rows and {*rows} <= ROWS.keys()):
-        raise pytest.UsageError(f"{item.nodeid}: fault{rows}: rows 1 to {len(ROWS)} are allowed")
-    return tuple(sorted({*rows}))
+    marks, given = [*item.iter_markers("fault")], dict(getattr(getattr(item, "callspec", None), "params", {}))
+    repeated = any({"count", "cases"} & {*mark.kwargs} for mark in marks)
+    found: dict[int, str | None] = {}
+    for mark in marks:
+        asked = mark.kwargs.get("form")
+        asked = asked(given) if callable(asked) else asked.format(**given) if asked else None
+        for number in mark.args:
+            row = ROWS.get(number)
+            if row is None or (asked is not None and asked not in row.forms):
+                raise pytest.UsageError(f"{item.nodeid}: fault {number}, form {asked!r}: allowed are {allowed(row)}")
+            plain = "" if row.forms == ("",) and (repeated or row.count == 1) else None
+            form = plain if asked is None else asked
+            found[number] = form if found.get(number) is None else found[number]
+    if marks and not found:
+        raise pytest.UsageError(f"{item.nodeid}: fault() names no row: rows 1 to {len(ROWS)} are allowed")
+    return [Place(number, form) for number, form in sorted(found.items())]
+
+
+def allowed(row: Row | None) -> str:
+    return f"rows 1 to {len(ROWS)}" if row is None else f"the forms {', '.join(map(repr, row.forms))}"
+
+
+SIGNALS = pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGINT, marks=pytest.mark.fault(8, form="once")),
+        pytest.param(signal.SIGTERM, marks=pytest.mark.fault(9)),
+    ],
+)
+"""Parameters of a test in which one signal ends a run."""
+
+
+def rows_of(item: pytest.Item) -> tuple[int, ...]:
+    """Return the rows that a test belongs to."""
+    return tuple(place.row for place in places_of(item))
+
+
+@functools.cache
+def source() -> tuple[str, str]:
+    """Return the commit, with a "+" if files differ from it, and a digest of the library and its tests."""
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", *words], capture_output=True, text=True, cwd=Path(__file__).parent, check=False)
+        return done.stdout.strip()
+
+    top, names = git("rev-parse", "--show-toplevel"), ("pql", "tests", "pyproject.toml", "constraints.txt")
+    paths = [str(Path(top) / name) for name in names]
+    changed = git("status", "--porcelain", "--", *paths)
+    texts = [git("rev-parse", *(f"HEAD:{name}" for name in names)), changed, git("diff", "HEAD", "--", *paths)]
+    commit = git("rev-parse", "--short", "HEAD") or "unknown"
+    return commit + "+" * bool(changed), hashlib.sha256("\n".join(texts).encode()).hexdigest()[:12]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("fault matrix")
     group.addoption("--faults", action="store_true", help="repeat tests of the fault matrix to their full counts")
     group.addoption("--fault-rows", default="", metavar="1,2,5-9", help="only tests of these rows")
-    group.addoption("--fault-log", metavar="FILE", help="append outcomes to FILE; skip what passed according to it")
+    group.addoption(
+        "--fault-log", metavar="FILE", help="append outcomes to FILE; skip what passed there with the same sources"
+    )
     group.addoption("--fault-minutes", type=float, default=0.0, help="begin no test after this time")
 
 
@@ -117,11 +201,11 @@ def cases_of(item: pytest.Item) -> int:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    counts = [m.kwargs.get("count", 1) for m in metafunc.definition.iter_markers("fault")]
+    counts = [m.kwargs["count"] for m in metafunc.definition.iter_markers("fault") if "count" in m.kwargs]
     if counts and metafunc.config.option.faults:
         if "trial" not in metafunc.fixturenames:
             metafunc.fixturenames.append("trial")
-        metafunc.parametrize("trial", range(counts[0]), indirect=True, ids=lambda n: f"trial{n}")
+        metafunc.parametrize("trial", range(max(counts)), indirect=True, ids=lambda n: f"trial{n}")
 
 
 def chosen(config: pytest.Config, items: list[pytest.Item]) -> list[pytest.Item]:
@@ -130,11 +214,14 @@ def chosen(config: pytest.Config, items: list[pytest.Item]) -> list[pytest.Item]
     rows = {item: rows_of(item) for item in items}
     for item in items:
         if rows[item]:
-            item.user_properties += [("fault rows", rows[item]), ("fault cases", cases_of(item))]
+            item.user_properties += [("fault places", places_of(item)), ("fault cases", cases_of(item))]
     if not (option.fault_rows or option.fault_log or option.markexpr == "fault"):
         return items
     wanted = numbers(option.fault_rows) or {*ROWS}
-    done = {run["test"] for run in stored(option.fault_log) if run["outcome"] == "passed"}
+    same = [run for run in stored(option.fault_log) if run.get("source") == source()[1]]
+    done = {run["test"] for run in same if run["outcome"] == "passed"} - {
+        run["test"] for run in {run["test"]: run for run in same}.values() if run["outcome"] == "failed"
+    }
     kept = [item for item in items if wanted & {*rows[item]} and item.nodeid not in done]
     return sorted(kept, key=lambda item: min(wanted & {*rows[item]}))
 
@@ -166,8 +253,11 @@ class Log:
         self.seconds[report.nodeid] += report.duration
         if report.when == "call" or report.outcome != "passed":
             row = {
-                "rows": properties.get("fault rows", ()),
+                "places": properties.get("fault places", ()),
                 "test": report.nodeid,
+                "commit": source()[0],
+                "source": source()[1],
+                "load": round(os.getloadavg()[0], 2),
                 "outcome": report.outcome,
                 "cases": properties.get("fault cases", 1),
                 "seconds": round(self.seconds[report.nodeid], 3),
@@ -189,7 +279,7 @@ def listed(items: Sequence[pytest.Item]) -> Iterator[str]:
     """Return a line per row: its number, its fault and its tests."""
     names: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for item in items:
-        for row in rows_of(item):
+        for row, _ in places_of(item):
             names[row][item.nodeid.rpartition("::")[2].partition("[")[0]] += 1
     for row in sorted(names):
         tests = ", ".join(f"{name} ({n})" if n > 1 else name for name, n in names[row].items())

@@ -34,11 +34,16 @@ class Pair:
 
     def outcomes(self, function: Callable[..., Any], *args: Any) -> list[tuple[str | None, Any]]:
         """Return by rank: (None, result), or (the error's type, its traceback and message)."""
+        self.ask(function, *args)
+        return [self.answer(rank) for rank in range(len(self.pipes))]
+
+    def ask(self, function: Callable[..., Any], *args: Any) -> None:
+        """Begin a call in both."""
         for pipe in self.pipes:
             pipe.send_bytes(pickle.dumps((function, args)))
-        return [self._answer(rank) for rank in range(len(self.pipes))]
 
-    def _answer(self, rank: int) -> tuple[str | None, Any]:
+    def answer(self, rank: int) -> tuple[str | None, Any]:
+        """Wait for the outcome of a call, as ``outcomes`` returns it."""
         if not self.pipes[rank].poll(PATIENCE):
             return ("Hang", f"no answer in {PATIENCE:.0f} s")
         try:

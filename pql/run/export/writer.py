@@ -23,6 +23,7 @@ from pql.config import from_dict, to_dict
 from pql.config.trust import check_links
 from pql.contract.env import Box
 from pql.contract.spec_json import spec_to_dict
+from pql.engine.watchdog import touch
 from pql.errors import ConfigError, PqlWarning, RunError, nearest
 from pql.nets.cnn import fold
 from pql.run.export.policy import Function, need, open_export, quiet, unit_map
@@ -111,6 +112,7 @@ def write_export(policy: Policy, metadata: dict[str, Any], folder: Path, formats
     try:
         with exact_products():
             _write(model, metadata, temporary, formats)
+            touch("reading the files")
             parity = {
                 f: max(difference(policy, model, metadata, read) for read in _readers(temporary / f"policy.{f}"))
                 for f in formats
@@ -192,8 +194,10 @@ def _write(model: Deployed, metadata: dict[str, Any], folder: Path, formats: Seq
         for node in program.graph.nodes:  # stack traces contain paths of this machine
             node.meta.pop("stack_trace", None)
         if "pt2" in formats:
+            touch("saving policy.pt2")
             torch.export.save(program, folder / "policy.pt2", extra_files={"metadata.json": text})
         if "onnx" in formats:
+            touch("saving policy.onnx")
             ins, outs = ([t["name"] for t in metadata[end]] for end in ("inputs", "outputs"))
             onnx = torch.onnx.export(
                 program, dynamo=True, external_data=False, verbose=False, input_names=ins, output_names=outs
