@@ -2,8 +2,8 @@
 
 python tools/picture_tasks.py [NAME ...] [--out docs/tasks] [--steps 12]
 
-Default: the MuJoCo tasks whose robot is installed, and the tasks in pure torch. For a MuJoCo task from pixels, the image
-is the policy's observation. Needs offscreen rendering (EGL or OSMesa) and pillow
+Default: the MuJoCo tasks whose robot is installed, and the tasks in pure torch. For a MuJoCo task from pixels, the
+image is the policy's observation. Needs offscreen rendering (EGL or OSMesa) and pillow
 (``pip install 'pql-rl[mujoco,video]'``).
 """
 

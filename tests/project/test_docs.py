@@ -8,6 +8,8 @@ import pytest
 import yaml
 from test_tools import tool  # noqa: F401
 
+import pql
+import pql.contract.optional
 from pql.config.compose import known_settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,6 +50,21 @@ def test_every_metric_is_documented():
     assert names - documented == set()
     written = {"train/return_mean", "train/length_mean", "eval/return_mean", "eval/return_median", "eval/return_iqm"}
     assert documented - names - written == {"eval/length_mean", "eval/success"}  # of these, the code joins the parts
+
+
+def test_the_python_reference_has_every_public_name():
+    listed = set(re.findall(r"^::: ([\w.]+)$", (DOCS / "reference" / "api.md").read_text(), re.M))
+    optional = {
+        f"pql.contract.optional.{name}" for name, found in vars(pql.contract.optional).items() if offered(name, found)
+    }
+    wraps = {"pql.wrap.rsl_rl", "pql.wrap.sb3", "pql.wrap.gymnasium"}
+    names = {f"pql.{name}" for name in {*pql.__all__} - {"__version__", "wrap"}}
+    assert listed == names | optional | wraps | {"pql.contract.env.VecEnv"}
+
+
+def offered(name, found):
+    """Whether a module defines this protocol."""
+    return isinstance(found, type) and found.__module__ == "pql.contract.optional" and not name.startswith("_")
 
 
 def test_every_metric_has_a_healthy_range_or_is_a_counter():

@@ -421,6 +421,25 @@ def test_the_documented_snippets_run_as_printed_one_of_them_without_torch(run: P
     np.testing.assert_allclose(scope["action"], by_hand(run, np.zeros((5, 3))), atol=1e-5)
 
 
+def test_the_control_loop_of_the_guide_acts_as_the_policy_at_its_rate(run: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(run / "export")
+    guide = (Path(__file__).parents[2] / "docs" / "guides" / "sim_to_real.md").read_text()
+    loop = next(b for b in re.findall(r"```python\n(.*?)```", guide, re.S) if "import onnxruntime" in b)
+    assert "torch" not in loop
+    scope: dict = {}
+    exec(loop, scope)
+    seen = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
+    written: list[np.ndarray] = []
+    used = scope["control"](iter(seen).__next__, written.append, 4, 0.01, np.inf)
+    assert len(used) == 4
+    np.testing.assert_allclose(written, by_hand(run, seen), atol=1e-4)
+    written.clear()
+    scope["control"](iter(seen).__next__, written.append, 4, 0.0, 0.01)
+    assert np.abs(np.diff(written, axis=0)).max() <= 0.01 + 1e-6
+    with pytest.raises(RuntimeError, match="sensor"):
+        scope["control"](lambda: np.array([np.nan, 0, 0]), written.append, 1, 0.0, np.inf)
+
+
 @pytest.mark.slow
 def test_the_onnx_file_runs_in_a_virtual_environment_without_torch(run: Path, tmp_path: Path) -> None:
     python = tmp_path / "venv" / "bin" / "python"
