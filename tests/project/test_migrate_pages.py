@@ -1,12 +1,15 @@
 """The scripts of docs/migrate run: before, where the other library is installed, and after, with the same sizes.
 
-Budgets are shortened by replacing text of the scripts. FastTD3 and FlashSAC are programs of repositories, not packages:
-their commands are not run, and their options are looked up in the page's table.
+skrl and rl_games are installed by ``make peers``, with a Python of their own (``.peers/bin/python``). Budgets are
+shortened by replacing text of the scripts. FastTD3 and FlashSAC are programs of repositories, not packages: their
+commands are not run, and their options are looked up in the page's table.
 """
 
 import json
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,9 +26,11 @@ SHORTER = {
     | {"100 * 32 * 64": "2 * 32 * 4"},
     "sb3": {"_timesteps=50_000": "_timesteps=400", "=1_600": "=160", "=200_000": "=4_000"}
     | {'": 50_000': '": 400', '": 100,': '": 10,', '": 200_000': '": 4_000'},
-    "rl_games_skrl": {'"timesteps": 3_200': '"timesteps": 64', "3_200 * 16": "64 * 16"},
+    "rl_games_skrl": {'"timesteps": 3_200': '"timesteps": 64', '"max_epochs": 100': '"max_epochs": 2'}
+    | {"3_200 * 16": "64 * 16"},
 }
-NEEDS = {"rsl_rl": ("rsl_rl", "mujoco"), "sb3": ("stable_baselines3",), "rl_games_skrl": ("skrl", "gymnasium")}
+NEEDS = {"rsl_rl": ("rsl_rl", "mujoco"), "sb3": ("stable_baselines3",)}
+PEERS = PAGES.parents[1] / ".peers/bin/python"
 QUICK = ["device=cpu", "eval.num_envs=2", "eval.every_seconds=null"]
 
 
@@ -34,13 +39,12 @@ def blocks(page, language="python"):
 
 
 def scripts(page):
-    """(before, after), shortened."""
-    texts = blocks(page)[:2]
+    """(before, after), shortened; of rl_games and skrl (before with skrl, before with rl_games, after)."""
+    texts = blocks(page)[: 3 if page == "rl_games_skrl" else 2]
     for long, short in SHORTER[page].items():
         assert sum(text.count(long) for text in texts) == 1, long
         texts = [text.replace(long, short) for text in texts]
-    before, after = texts
-    return before, after
+    return texts
 
 
 def run_script(text):
@@ -59,7 +63,7 @@ def _here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("page", SHORTER)
+@pytest.mark.parametrize("page", NEEDS)
 def test_the_script_before_runs(page):
     before, _ = scripts(page)
     compile(before, page, "exec")
@@ -69,18 +73,43 @@ def test_the_script_before_runs(page):
     if page == "rsl_rl":
         assert scope["runner"].logger.tot_timesteps == 2 * 32 * 4
         assert layers(scope["runner"].alg.actor.named_parameters()) == [(6, 64), (64, 17), (64, 64)]
-    elif page == "sb3":
+    else:
         assert scope["model"].num_timesteps == 400
         assert scope["model"]._n_updates == 4 * (400 // 16 - 160 // 16)
         assert layers(scope["model"].actor.named_parameters()) == [(1, 128), (1, 128), (128, 3), (128, 128)]
-    else:
-        assert layers(scope["runner"].agent.policy.named_parameters()) == [(1, 64), (64, 3), (64, 64)]
+
+
+SHAPES = "; print(sorted(tuple(v.shape) for _, v in {} if v.dim() == 2), file=open('shapes', 'w'))"
+SAVED = "import glob, torch; ({},) = map(torch.load, glob.glob('runs/*/nn/*.pth'))"
+"""rl_games keeps its agent to itself: the weights are in its checkpoint."""
+ENDS = {
+    "skrl": SHAPES.format("runner.agent.policy.named_parameters()").removeprefix("; "),
+    "rl_games": SAVED.format("saved") + SHAPES.format("saved['model'].items()"),
+}
+
+
+@pytest.mark.parametrize(("library", "index"), [("skrl", 0), ("rl_games", 1)])
+def test_the_script_before_runs_in_the_python_of_the_peers(library, index):
+    code = scripts("rl_games_skrl")[index]
+    compile(code, library, "exec")
+    python = next((str(p) for p in (PEERS, Path(sys.executable)) if p.exists() and has(p, library)), None)
+    if python is None:
+        pytest.skip(f"needs {library}: make peers")
+    subprocess.run([python, "-c", f"{code}\n{ENDS[library]}"], check=True, timeout=250)
+    networks = [(1, 64), (64, 3), (64, 64)]  # of the policy; rl_games' model has the critic's, too
+    assert Path("shapes").read_text().strip() == str(networks if library == "skrl" else sorted(2 * networks))
+
+
+def has(python, module):
+    """Return True if a Python has a module."""
+    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
+    return subprocess.run([python, "-c", code], check=False).returncode == 0
 
 
 @pytest.mark.parametrize("page", SHORTER)
 def test_the_script_after_makes_the_same_run(page, monkeypatch):
     pytest.importorskip("mujoco" if page == "rsl_rl" else "gymnasium")
-    _, after = scripts(page)
+    *_, after = scripts(page)
     train = pql.train
     monkeypatch.setattr(pql, "train", lambda *words: train(*words, *QUICK, quiet=True))
     scope = run_script(after)
