@@ -96,6 +96,7 @@ class Session:
         self.stop, self.seconds, self.best = False, 0.0, float("-inf")
         self.last_eval: Evaluation | None = None
         self.prefilled = 0  # transitions in the replay at the start
+        self._rarer = 1  # factor of the interval between rows
         self._ending = False  # all ranks have agreed to end
         self._failed: RunError | None = None  # error of an evaluation, with which the run ends after saving
         self._resumed, self._ready = resume, False  # warm-up done
@@ -333,7 +334,7 @@ class Session:
             self._collect_evaluations()
             self.archive.settle(wait=False)
             wanted = [k for k, t in due.items() if self.seconds >= t and not (k == "log" and pending)]
-            due |= {k: self.seconds + (every[k] or 0.0) for k in wanted}
+            due |= {k: self.seconds + (every[k] or 0.0) * self._stretch(k) for k in wanted}
             if "log" in wanted and self._keep_directory():
                 wanted.append("save")  # the only copy of the policy
             for what in self.ranks.agree([*wanted, *self._to_end()]):
@@ -354,6 +355,16 @@ class Session:
             self._write(pending.collect())
         if schedule.ticks > self._window["ticks"]:
             self._write(self._drain().collect())
+
+    def _stretch(self, what: str) -> int:
+        """Return the factor of an interval: rows of a very long run come less often, see ``log.stretch``."""
+        if what != "log":
+            return 1
+        now = log.stretch(self.run_dir)
+        if now > self._rarer:
+            self.say(f"metrics.jsonl is large: rows every {now * self.config.logger.every_seconds:g} s from now on")
+        self._rarer = now
+        return now
 
     def _over(self) -> bool:
         steps = self.config.budget.env_steps

@@ -18,13 +18,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from run_files import points, rows, words
+from run_files import points, resume, rows, run, words
 
 from pql.config import BudgetConfig, Config
 from pql.config.compose import compose
 from pql.config.schema import LoggerConfig
 from pql.engine import deadlines
 from pql.errors import ConfigError, PqlWarning
+from pql.reports.runs import read_rows
 from pql.run.log import feed, loggers, trackers
 from pql.run.log import sinks as log
 from pql.run.log.closing import closing_words
@@ -454,6 +455,29 @@ def test_a_server_that_answers_anything_can_be_reached():
         assert trackers.reachable(url)  # with "not implemented"
     assert not trackers.reachable(url)
     assert not trackers.reachable("nonsense")
+
+
+@pytest.mark.fault(19)
+def test_rows_of_a_very_long_run_come_less_often_and_a_resumed_one_goes_on_so(tmp_path, monkeypatch):
+    """With 4 KB instead of 32 MB; every row counts all updates since the one before."""
+    monkeypatch.setattr(log, "PART", 4 << 10)
+    quick = ("logger.every_seconds=0.01", "budget.env_steps=6400")
+    run(*words(tmp_path, *quick))
+    first, size = log.stretch(tmp_path), (tmp_path / "metrics.jsonl").stat().st_size
+    assert first == min(2 ** (size >> 12), log.LONGEST) >= 4
+    before = rows(tmp_path)
+    assert len(before) < 100  # of 400 ticks
+    assert resume(tmp_path, "budget.env_steps=12800").env_steps == 12800
+    after = rows(tmp_path)
+    assert after[: len(before) - 1] == before[:-1]
+    assert [row["steps/env"] for row in after] == sorted({row["steps/env"] for row in after})
+    assert len(after) - len(before) < len(before)
+    assert (tmp_path / "metrics.jsonl").stat().st_size < 16 * (4 << 10)
+    found, notes = read_rows(tmp_path / "metrics.jsonl")
+    assert (found, notes) == (after, [])
+    (tmp_path / "metrics.jsonl").write_bytes(bytes(1 << 20))
+    assert log.stretch(tmp_path) == 1024
+    assert log.stretch(tmp_path / "nowhere") == 1
 
 
 def test_rows_are_read_while_they_are_written(tmp_path):

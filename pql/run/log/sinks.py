@@ -28,6 +28,10 @@ from pql.run.log.loggers import LATER, TensorBoard, Tracker
 LINE = 1 << 20  # upper limit of a row's characters; rows are far shorter
 
 
+PART = 32 << 20  # bytes of metrics.jsonl after which rows come half as often
+LONGEST = 1024  # times the configured interval
+
+
 class Sink(Protocol):
     """A receiver of rows."""
 
@@ -42,6 +46,20 @@ class WithVideos(Protocol):
     def video(self, path: Path, step: int) -> None:
         """Log the finished mp4 at ``path``, an episode of the policy at ``step`` env steps; return without waiting."""
         ...
+
+
+def stretch(run_dir: Path) -> int:
+    """Return the factor by which the interval between rows is longer than configured, a power of two.
+
+    It doubles with every ``PART`` of metrics.jsonl: 32 MB hold nine hours of rows every two seconds, 256 MB three
+    months. A row covers its whole interval, so that only resolution in time is lost. One file, and not several of
+    limited size, because readers (trackers, sweeps, ``pql watch``, scripts of users) follow it by its name.
+    """
+    try:
+        size = (run_dir / "metrics.jsonl").stat().st_size
+    except OSError:  # deleted: it is created again
+        return 1
+    return min(2 ** (size // PART), LONGEST)
 
 
 class Jsonl:
