@@ -541,7 +541,8 @@ class Session:
                 outcome = run_episodes(
                     env, policy, seed, epsilon=epsilon, staggered=staggered(self.config), ended=ended.append
                 )
-        self._record(EvaluationReport(self._now(), policy.state_dict(), outcome))
+        if not self.interrupted and outcome.returns:  # none if all remote actors were lost
+            self._record(EvaluationReport(self._now(), policy.state_dict(), outcome))
 
     def _episodes(self) -> str:
         """Progress of the evaluator."""
