@@ -542,32 +542,6 @@ def test_interrupting_a_final_evaluation_before_its_first_row_is_no_error(tmp_pa
             if not self.ended:
                 return step
             interrupt.asked = True
-            return dataclasses.replace(step, valid=torch.zeros_like(step.valid), first=torch.zeros_like(step.first))
-
-    def end(session, row):
-        env.ended = session.env_steps == 320
-
-    env = Deserted(16, "cpu")
-    config = compose(words(tmp_path, "eval.final=true"))
-    summary = Session(config, env=env, quiet=True, interrupt=interrupt, callbacks=[end]).train()
-    assert (summary.interrupted, summary.return_mean, summary.episodes, summary.env_steps) == (True, None, 0, 320)
-    assert len(points(tmp_path)) == 1
-    assert not any("eval/return_mean" in row for row in rows(tmp_path))
-
-
-@pytest.mark.fault(8)
-def test_interrupting_a_final_evaluation_before_its_first_row_is_no_error(tmp_path):
-    """On remote actors: all of them are gone, and the user gives up waiting for them."""
-    interrupt = Interrupt()
-
-    class Deserted(Counter):
-        ended = False
-
-        def step(self, action):
-            step = super().step(action)
-            if not self.ended:
-                return step
-            interrupt.asked = True
             return step._replace(valid=torch.zeros_like(step.valid), first=torch.zeros_like(step.first))
 
     def end(session, row):
