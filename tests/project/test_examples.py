@@ -5,6 +5,7 @@ import csv
 import json
 import re
 import runpy
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -243,9 +244,33 @@ def test_a_notebook_is_small_has_its_output_and_runs_anywhere(path):
     code = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
     assert "find_spec" in "".join(code[0]["source"])
+    assert code[0]["source"] == json.loads(NOTEBOOKS[0].read_text())["cells"][1]["source"]
     assert not any(output["output_type"] == "error" for cell in code for output in cell["outputs"])
     assert any("image/png" in output.get("data", {}) for cell in code for output in cell["outputs"])
     shown = [
         {**cell, "outputs": [{k: v for k, v in o.items() if k != "data"} for o in cell["outputs"]]} for cell in code
     ]
     assert not re.search(r"/(tmp|home|root|work|content|Users)\b", json.dumps(shown))
+
+
+@pytest.mark.parametrize("where", ["notebook", "beside"])
+def test_a_notebook_installs_the_repository_where_pql_is_missing(where, tmp_path, monkeypatch):
+    """In a clone, the clone; on a machine with the notebook alone, a clone in the working directory."""
+    source = "".join(json.loads(NOTEBOOKS[0].read_text())["cells"][1]["source"])
+    assert source.count("%pip install") == 1
+    code = re.sub(r"%pip install --quiet (.*)", r"installed.append(f\1)", source)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    root = EXAMPLES.parent
+    if where == "notebook":
+        monkeypatch.chdir(EXAMPLES / "notebooks")
+    else:
+        with pytest.raises(AssertionError, match="clone its repository"):
+            exec(code, {"installed": []})
+        (tmp_path / "clone").symlink_to(root)
+        root = tmp_path / "clone"
+    installed: list[str] = []
+    exec(code, {"installed": installed})
+    assert installed == [f"{root}[report]"]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    assert project["name"] == "pql-rl"
+    assert "report" in project["optional-dependencies"]
