@@ -385,9 +385,8 @@ def behind_a_slow_worker(slow, least, seconds=0.0):
         real(count)
 
     worker.job = late
-    ticks(
-        parts, max(20, least // 10) if not seconds else 600
-    )  # a long one until the ring is full: its pages are taken as it fills
+    # A long one until the ring is full: its pages are taken as it fills.
+    ticks(parts, 600 if seconds else max(20, least // 10))
     (size, objects), before, begun = resident(), parts.counters(), time.monotonic()
     count = 0
     while count < least or time.monotonic() - begun < seconds:

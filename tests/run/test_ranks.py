@@ -404,13 +404,13 @@ def failing(run_dir: str, how: str) -> None:
     run(*words(Path(run_dir), "budget.env_steps=3200", *more))
 
 
-def killed(run_dir: str, mark: str, at: int) -> None:
+def killed(run_dir: str, mark: str, at: int, device: str = "cpu") -> None:
     from pql.contract.registry import register
 
     register("faulty_rank", Faulty)
     how = ("task.kwargs.how=die", f"task.kwargs.mark={mark}", f"task.kwargs.at={at}", "checkpoint.every_seconds=0.05")
-    patient = "placement.watchdog_seconds=200"
-    run(*words(Path(run_dir), "budget.env_steps=32000", "task=env", "task.name=faulty_rank", *how, patient))
+    more = ("placement.watchdog_seconds=200", f"device={device}")
+    run(*words(Path(run_dir), "budget.env_steps=32000", "task=env", "task.name=faulty_rank", *how, *more))
 
 
 def resumed(run_dir: str, mark: str) -> int:
@@ -437,6 +437,23 @@ def test_a_killed_rank_ends_the_other_within_a_minute_and_the_run_resumes(tmp_pa
     if trial % 10 == 1:
         with pair() as again:
             assert again(resumed, folder, mark) == [3200, 3200]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
+@pytest.mark.fault(28)
+def test_a_killed_rank_with_nccl_ends_the_other_within_a_minute_and_the_run_resumes(tmp_path):
+    folder, mark = str(tmp_path / "run"), str(tmp_path / "mark")
+    with pair() as two:
+        two.ask(killed, folder, mark, 100, "cuda")
+        two.processes[1].join(PATIENCE)
+        assert two.processes[1].exitcode == -signal.SIGKILL
+        begun = time.monotonic()
+        kind, _ = two.answer(0)
+        assert time.monotonic() - begun < 60
+    assert kind in ("RunError", "HungError", "Exit")
+    with pair() as again:
+        assert again(resumed, folder, mark) == [3200, 3200]
 
 
 @pytest.mark.fault(6, 7)

@@ -1,0 +1,179 @@
+"""Rows of the fault matrix whose fault needs a CUDA device: NaN inside a captured graph, device asserts, its memory.
+
+The rank that is killed while it uses NCCL is in ``tests/run/test_ranks.py``.
+"""
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import HERE_TOO, differences, small_config, start
+from run_files import points, resume, run, words
+
+from pql.algos import critics
+from pql.config.compose import compose
+from pql.contract.registry import register
+from pql.envs.toy import Counter
+from pql.errors import ConfigError, RunError
+from pql.run.session import Session
+from pql.run.store import checkpoint
+
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+CUDA_WORDS = ("device=cuda", "graphs=on")
+
+
+def on_gpu(test):
+    for mark in ON_GPU:
+        test = mark(test)
+    return test
+
+
+# -- row 4 ----------------------------------------------------------------------------------------------------------
+
+
+@HERE_TOO
+@pytest.mark.fault(4)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_inside_a_captured_graph_is_no_step(machine, monkeypatch, bad):
+    """The loss is multiplied by a tensor that the graph reads, so that the replayed kernels see the fault."""
+    device = "cuda" if machine == "cuda" else "cpu"
+    factor, loss_of = torch.ones((), device=device), critics.scalar_loss
+
+    def loss(*args):
+        loss, q = loss_of(*args)
+        return loss * factor, q
+
+    monkeypatch.setattr(critics, "scalar_loss", loss)
+    parts = start(small_config(device=device, graphs="on", placement={"executor": "auto"}))
+    worker, job = parts.first.workers["v"], parts.first.jobs["v"]
+    assert job.graph.graph is not None
+
+    def weights():
+        with parts.schedule.executor.exclusive():
+            state = checkpoint.flatten(parts.first.learners["v"].state.state_dict())
+        own = {k: v for k, v in state.items() if not k.startswith("target/")}  # which follows the unchanged critic
+        return {k: v.detach().cpu().clone() for k, v in own.items() if v.is_floating_point()}
+
+    try:
+        worker.run(1)
+        job.metrics.drain()
+        before = weights()
+        factor.fill_(bad)
+        worker.run(1)
+        assert differences(before, weights()) == []
+        assert float(job.metrics.drain()["skipped/v"]) == 1.0
+        factor.fill_(1.0)
+        worker.run(1)
+        assert "critic/net.0.weight" in differences(before, weights())
+        assert float(job.metrics.drain()["skipped/v"]) == 0.0
+    finally:
+        parts.schedule.executor.close()
+
+
+# -- row 5 ----------------------------------------------------------------------------------------------------------
+
+ASSERTS = """
+import sys
+from pathlib import Path
+import torch
+from pql import register
+from pql.cli.main import main
+from pql.envs.toy import Counter
+
+class Asserts(Counter):
+    steps = 0
+    def step(self, action):
+        self.steps += 1
+        if self.steps == 60 and not Path(sys.argv[1]).exists():
+            Path(sys.argv[1]).touch()
+            torch.zeros(3, device="cuda")[torch.tensor([7], device="cuda")]
+        return super().step(action)
+
+register("asserts", lambda num_envs, device: Asserts(num_envs, device))
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@on_gpu
+@pytest.mark.fault(5)
+def test_a_device_assert_ends_the_run_within_ten_seconds_with_its_cause(tmp_path):
+    folder, mark = tmp_path / "run", tmp_path / "mark"
+    own = words(folder, *CUDA_WORDS, "task=env", "task.name=asserts", "budget.env_steps=32000")
+    command = [sys.executable, "-c", ASSERTS, str(mark)]
+    log = tmp_path / "log"
+    with log.open("wb") as file:
+        saving = ["train", *own, "checkpoint.every_seconds=0.01"]
+        process = subprocess.Popen([*command, *saving], stdout=file, stderr=file)
+    try:
+        end = time.monotonic() + 200
+        while not mark.exists():
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < end, log.read_text()
+            time.sleep(0.01)
+        assert process.wait(10) == 1, log.read_text()
+    finally:
+        process.kill()
+        process.wait()
+    said = log.read_text().strip().splitlines()
+    assert "device-side assert triggered" in "\n".join(said)
+    assert re.match(r"pql: .*CUDA error: device-side assert", said[-1])
+    assert points(folder)
+    again = [*command, "resume", str(folder), "budget.env_steps=3200"]
+    done = subprocess.run(again, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+
+
+# -- rows 17 and 18 -------------------------------------------------------------------------------------------------
+
+
+@on_gpu
+@pytest.mark.fault(17)
+def test_a_replay_larger_than_the_device_is_refused_with_the_largest_that_fits(tmp_path):
+    """Where the device lends this process a tenth of its memory."""
+    torch.cuda.set_per_process_memory_fraction(0.1)
+    try:
+        with pytest.raises(ConfigError, match=r"at most (\d+) here: this many need [\d.]+ GiB") as error:
+            Session(compose(words(tmp_path / "x", *CUDA_WORDS, "task=counter", f"replay.capacity={10**12}")))
+        fits = int(re.search(r"at most (\d+)", str(error.value))[1])
+        with pytest.raises(ConfigError, match=f"replay.capacity={fits + 16}: expected at most"):
+            Session(compose(words(tmp_path / "x", *CUDA_WORDS, "task=counter", f"replay.capacity={fits + 16}")))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+class Hungry(Counter):
+    """Asks the device for more memory than it has at step 40, once."""
+
+    fed = False
+
+    def __init__(self, num_envs, device):
+        super().__init__(num_envs, device)
+        self.steps = 0
+
+    def step(self, action):
+        self.steps += 1
+        if self.steps == 40 and not Hungry.fed:
+            Hungry.fed = True
+            torch.empty(2 * torch.cuda.get_device_properties(0).total_memory, dtype=torch.uint8, device="cuda")
+        return super().step(action)
+
+
+@on_gpu
+@pytest.mark.fault(18)
+def test_the_device_s_memory_that_runs_out_is_named_with_sizes_and_the_checkpoint_is_kept(tmp_path, monkeypatch):
+    register("hungry", lambda num_envs, device: Hungry(num_envs, device))
+    monkeypatch.setattr(Hungry, "fed", False)
+    own = (*CUDA_WORDS, "task=env", "task.name=hungry", "checkpoint.every_seconds=0.01")
+    with pytest.raises(RunError) as error:
+        run(*words(tmp_path, *own, "budget.env_steps=32000"))
+    last = str(error.value).splitlines()[-1]
+    assert last.startswith("out of memory: ")
+    assert re.search(r"GiB used by this process, [\d.]+ GiB free", last)
+    kept = int(Path(points(tmp_path)[-1]).name.removeprefix("tick-"))
+    assert kept > 0
+    steps = 16 * (8 + kept + 4)
+    assert resume(tmp_path, f"budget.env_steps={steps}").env_steps == steps
