@@ -117,8 +117,6 @@ class Session:
         if resume:
             with self.doing("loading the resume point"):
                 ticks = self._load()
-            if ranks.first:
-                rundir.amend_config(self.run_dir, config, overrides)
         else:
             ticks = 0
             self._start_new(overrides)
@@ -130,6 +128,8 @@ class Session:
         if ranks.first:
             self.sinks = log.make_sinks(config, self.run_dir, self.console, resumed_at)
         opened.callback(self._close_sinks)
+        if resume and ranks.first:
+            rundir.amend_config(self.run_dir, config, overrides)  # after metrics.jsonl could be written
         with self.doing("building the evaluation's environments"):
             self.evaluator = self._make_evaluator()
         if self.evaluator:

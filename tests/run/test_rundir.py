@@ -17,6 +17,7 @@ from pql.config.files import read_yaml
 from pql.contract.env import Box
 from pql.envs.toy import Counter
 from pql.errors import ConfigError, PqlWarning
+from pql.run.log import sinks
 from pql.run.policy import load_policy, open_stored
 from pql.run.resume import resume_config
 from pql.run.session import Session
@@ -150,6 +151,24 @@ def test_a_run_that_was_killed_at_any_stage_resumes(folder, monkeypatch, stage):
                 Session(resume_config(folder, ["budget.env_steps=640"]), resume=True, quiet=True)
     assert resume(folder, "budget.env_steps=640").env_steps == 640
     assert points(folder)[-1].name > newest.name
+
+
+@pytest.mark.fault(13)
+def test_resuming_on_a_full_disk_says_so_and_changes_nothing(folder, monkeypatch, capsys):
+    """The disk is full while metrics.jsonl is rewritten without the rows that will come again."""
+
+    def content():
+        return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != "console.log"}
+
+    before = content()
+    with monkeypatch.context() as patch:
+        patch.setattr(sinks, "create_file", lambda path, text: (path.touch(), os.close(-1)))
+        assert main(["resume", str(folder), "budget.env_steps=640"]) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith(f"pql: run_dir={folder}: expected a folder that can be written ([Errno 9] ")
+    assert errors.count("\n") == 1
+    assert content() == before
+    assert resume(folder, "budget.env_steps=640").env_steps == 640
 
 
 @pytest.mark.fault(34)

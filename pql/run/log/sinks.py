@@ -71,6 +71,7 @@ class Jsonl:
 
     Raises:
         ConfigError: the file of a resumed run is not a regular file.
+        OSError: it cannot be written.
     """
 
     def __init__(self, path: Path, resumed_at: int | None = None):
@@ -90,13 +91,17 @@ class Jsonl:
         except ValueError as error:
             raise ConfigError("run", path.parent, f"a run with metrics that can be read ({error})") from error
         temporary = path.with_name(f".{path.name}")
-        create_file(temporary, "")
-        with path.open(errors="replace") as file, temporary.open("a") as kept:
-            while line := file.readline(LINE):
-                with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
-                    if json.loads(line)["steps/env"] <= steps:
-                        kept.write(line.rstrip("\n") + "\n")
-        temporary.replace(path)
+        try:
+            create_file(temporary, "")
+            with path.open(errors="replace") as file, temporary.open("a") as kept:
+                while line := file.readline(LINE):
+                    with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+                        if json.loads(line)["steps/env"] <= steps:
+                            kept.write(line.rstrip("\n") + "\n")
+            temporary.replace(path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
 
     def write(self, row: Row) -> None:
         finite = {k: v for k, v in row.items() if abs(v) < float("inf")}
@@ -185,11 +190,14 @@ def make_sinks(config: Config, run_dir: Path, console: Console | None, resumed_a
     """Create the sinks: metrics.jsonl always, the console unless the run is quiet, and the chosen logger.
 
     Raises:
-        ConfigError: the logger's package is not installed.
+        ConfigError: the logger's package is not installed, or metrics.jsonl cannot be written.
     """
     metrics = run_dir / "metrics.jsonl"
-    sinks: list[Sink] = [Jsonl(metrics, resumed_at)]
-    kind, offset = config.logger.kind, metrics.stat().st_size
+    try:
+        sinks: list[Sink] = [Jsonl(metrics, resumed_at)]
+        kind, offset = config.logger.kind, metrics.stat().st_size
+    except OSError as error:
+        raise ConfigError("run_dir", run_dir, f"a folder that can be written ({error})") from error
     if kind == "tensorboard":
         sinks.append(TensorBoard(run_dir / "tensorboard", resumed_at))
     elif kind in LATER:
