@@ -110,7 +110,7 @@ def test_a_second_ctrl_c_leaves_at_once_from_a_tick_that_does_not_end(runs, tria
     ],
 )
 def test_a_crash_in_native_code_shows_the_stacks_of_all_threads_and_the_run_resumes(runs, how, number, trial):
-    process = runs(60 + 3 * trial, how)
+    process = runs(200 + 3 * trial, how)  # after some resume points
     runs.wait_for(Path(f"{runs.folder}.mark").exists, process)
     process.join(ENDS)
     assert process.exitcode == -number, runs.said()
