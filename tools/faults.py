@@ -26,14 +26,14 @@ sys.path.insert(0, str(ROOT / "tests" / "support"))
 from fault_rows import ROWS, Row, numbers, stored  # noqa: E402
 
 NOTES: dict[int, str] = {
-    11: "the stages are killed in the process that saves; kills at random moments of a saving process are further tests.",
-    29: "Python's handler prints the stacks and ends the process: the last line does not name the worker, whose frames "
-    "are those of the first stack. `pql train -m` and the simulator's own process (row 5) end with a line that does.",
+    11: "the stages are killed by the process that saves; kills at random moments of such a process are further tests.",
+    19: "each run makes ticks for ten minutes; [long runs](long-runs.md) has slopes of memory.",
     20: "the server of *middle* and *end* is a stand-in that speaks wandb's protocol, and goes away.",
     28: "resumed after every tenth kill.",
-    33: "20 in one process, where the calls of the operating system fail, and five real processes: on a disk of 8 MB in "
-    "memory that another program fills, and in folders without the permission to write.",
-    19: "each run makes ticks for ten minutes; [long runs](long-runs.md) has slopes of memory.",
+    29: "Python's handler prints the stacks and ends the process, so that the last line does not name the worker, whose "
+    "frames are in the first stack. `pql train -m` and a simulator's own process (row 5) end with a line that does.",
+    33: "read-only and full: 20 in one process, where calls of the operating system fail, and five real processes: on a "
+    "disk of 8 MB in memory that another program fills, and in folders without the permission to write.",
 }
 """What a row's count does not say, or why a row is below it."""
 
