@@ -30,9 +30,9 @@ NOTES: dict[int, str] = {
     19: "each run makes ticks for ten minutes; [long runs](long-runs.md) has slopes of memory.",
     20: "the server of *middle* and *end* is a stand-in that speaks wandb's protocol, and goes away.",
     28: "resumed after every tenth kill.",
-    29: "Python's handler prints the stacks and ends the process, so that the last line does not name the worker, whose "
+    29: "Python's handler prints the stacks and ends the process, so that the last line does not name the worker; its "
     "frames are in the first stack. `pql train -m` and a simulator's own process (row 5) end with a line that does.",
-    33: "read-only and full: 20 in one process, where calls of the operating system fail, and five real processes: on a "
+    33: "read-only and full: 20 in one process, where calls of the operating system fail, and 5 real processes: on a "
     "disk of 8 MB in memory that another program fills, and in folders without the permission to write.",
 }
 """What a row's count does not say, or why a row is below it."""
