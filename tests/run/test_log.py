@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from run_files import points, resume, rows, run, words
+from wandb_server import WandbServer
 
 from pql.config import BudgetConfig, Config
 from pql.config.compose import compose
@@ -527,6 +528,45 @@ def test_the_real_wandb_without_a_server_loses_nothing(tmp_path, monkeypatch):
     told = rows(tmp_path)
     assert len(told) >= 2
     assert "eval/return_mean" in told[-1]
+    assert history(path) == told
+
+
+@pytest.mark.fault(20, form="{stage}", count=10)
+@pytest.mark.parametrize("stage", ["middle", pytest.param("end", marks=pytest.mark.slow)])
+def test_the_real_wandb_whose_server_goes_loses_nothing(tmp_path, monkeypatch, stage):
+    """In the middle of the run, or when it ends: all rows are on the disk, and the run ends within 15 s."""
+    pytest.importorskip("wandb")
+    server, ending = WandbServer(), []
+    monkeypatch.setenv("WANDB_BASE_URL", server.url)
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    monkeypatch.setattr(deadlines, "TRACKER", 60)  # a busy machine
+    real = Session._close_sinks
+
+    def close(session):
+        ending.append(time.monotonic())
+        if stage == "end":
+            server.close()
+        real(session)
+        ending.append(time.monotonic())
+
+    def watch(session, row):
+        if not server.began.wait(20):
+            pytest.skip("this machine is so busy that wandb gave up before it was online")
+        if stage == "middle" and not ending:
+            ending.append(0.0)
+            server.close()
+
+    monkeypatch.setattr(Session, "_close_sinks", close)
+    config = compose(words(tmp_path, "logger=wandb", "logger.mode=online", "budget.env_steps=640"))
+    with pytest.warns(PqlWarning, match="wandb's server is unreachable"):
+        summary = Session(config, quiet=True, callbacks=[watch]).train()
+    assert summary.env_steps == 640
+    assert ending[-1] - ending[-2] < 15 + 15  # the latter for a busy machine
+    (path,) = (tmp_path / "wandb").glob("run-*/*.wandb")
+    told, end = rows(tmp_path), time.monotonic() + 30
+    assert len(told) >= 2
+    while history(path) != told and time.monotonic() < end:  # wandb's own process writes
+        time.sleep(0.1)
     assert history(path) == told
 
 
