@@ -531,8 +531,9 @@ def test_the_real_wandb_without_a_server_loses_nothing(tmp_path, monkeypatch):
     assert history(path) == told
 
 
+@pytest.mark.slow
 @pytest.mark.fault(20, form="{stage}", count=10)
-@pytest.mark.parametrize("stage", ["middle", pytest.param("end", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage", ["middle", "end"])
 def test_the_real_wandb_whose_server_goes_loses_nothing(tmp_path, monkeypatch, stage):
     """In the middle of the run, or when it ends: all rows are on the disk, and the run ends within 15 s."""
     pytest.importorskip("wandb")
