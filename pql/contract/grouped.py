@@ -118,14 +118,14 @@ class Stepper:
         self.inbox: queue.SimpleQueue[Tensor | None] = queue.SimpleQueue()
         self.outbox: queue.SimpleQueue[Step | BaseException] = queue.SimpleQueue()
         # A daemon thread, so that a hung simulator does not keep the process alive.
-        self.thread = threading.Thread(target=self._loop, name=name, daemon=True)
+        self.thread = threading.Thread(target=self._loop, args=(threading.current_thread(),), name=name, daemon=True)
         self.thread.start()
 
     @torch.no_grad()
-    def _loop(self) -> None:
+    def _loop(self, owner: threading.Thread) -> None:
         torch.get_num_threads()  # the first call in a thread adopts the process-wide count, and would undo a set before
         torch.set_num_threads(1)
-        while (action := idle_get(self.inbox)) is not None:
+        while (action := idle_get(self.inbox, owner)) is not None:
             try:
                 self.outbox.put(self.step(action))
             except BaseException as error:

@@ -156,20 +156,19 @@ BROWSER = 30.0
 # -- waits between threads --------------------------------------------------------------------------------------------
 
 
-def idle_get(inbox: "queue.SimpleQueue[Any]", owner: threading.Thread | None = None) -> Any:
+def idle_get(inbox: "queue.SimpleQueue[Any]", owner: threading.Thread) -> Any:
     """Wait for the next order in a worker's ``inbox``. It has no deadline: a worker without an order is idle, not hung.
 
     Args:
-        owner: thread that gives orders; None: the main thread.
+        owner: thread that started the worker. Orders may also come from the main thread.
     Returns:
-        the order; None if the owner has ended.
+        the order; None if both have ended.
     """
-    owner = owner or threading.main_thread()
     while True:
         try:
             return inbox.get(timeout=IDLE)
         except queue.Empty:
-            if not owner.is_alive():
+            if not owner.is_alive() and not threading.main_thread().is_alive():
                 return None
 
 

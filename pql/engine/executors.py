@@ -98,12 +98,15 @@ class Threads:
         self.failed = False
         self.due: dict[str, float] = {}  # by worker: time at which its current job counts as hung
         # Daemon threads: a hung worker cannot be stopped and must not keep the process alive.
-        self.threads = {n: threading.Thread(target=self._loop, args=(n,), name=f"pql-{n}", daemon=True) for n in names}
+        me = threading.current_thread()
+        self.threads = {
+            n: threading.Thread(target=self._loop, args=(n, me), name=f"pql-{n}", daemon=True) for n in names
+        }
         for thread in self.threads.values():
             thread.start()
 
-    def _loop(self, name: str) -> None:
-        while (jobs := idle_get(self.inbox[name])) is not None:
+    def _loop(self, name: str, owner: threading.Thread) -> None:
+        while (jobs := idle_get(self.inbox[name], owner)) is not None:
             seconds = 0.0
             try:
                 while (job := self._next(name, jobs)) is not None:

@@ -234,7 +234,8 @@ class Evaluator:
         device = env.spec.device
         # A separate stream on CUDA: on the default one, short work of the run would queue behind episodes.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._thread = threading.Thread(target=self._loop, name="pql-evaluator", daemon=True)
+        me = threading.current_thread()
+        self._thread = threading.Thread(target=self._loop, args=(me,), name="pql-evaluator", daemon=True)
         self._thread.start()
 
     def request(self, state: dict[str, Any], counters: dict[str, float]) -> bool:
@@ -250,9 +251,9 @@ class Evaluator:
         self._inbox.put(counters)
         return True
 
-    def _loop(self) -> None:
+    def _loop(self, owner: threading.Thread) -> None:
         torch.set_num_threads(1)
-        while (counters := idle_get(self._inbox)) is not None:
+        while (counters := idle_get(self._inbox, owner)) is not None:
             outcome: Evaluation | BaseException
             try:
                 with torch.cuda.stream(self._stream), self._watched():  # it ends in a host read: the stream is idle

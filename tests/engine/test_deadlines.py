@@ -270,14 +270,48 @@ def ended():
     return thread
 
 
-def test_an_idle_worker_takes_its_orders_and_ends_with_its_owner(ended):
+def test_an_idle_worker_takes_its_orders_and_ends_with_those_who_give_them(ended, monkeypatch):
+    monkeypatch.setattr(deadlines, "IDLE", 0.02)
     inbox: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for main, owner in ((threading.main_thread(), ended), (ended, threading.current_thread())):
+        monkeypatch.setattr(threading, "main_thread", lambda main=main: main)
+        late = threading.Timer(0.1, inbox.put, [4])
+        late.start()
+        assert idle_get(inbox, owner) == 4
     inbox.put(3)
     assert idle_get(inbox, ended) == 3
     assert idle_get(inbox, ended) is None
-    late = threading.Timer(0.1, inbox.put, [4])
-    late.start()
-    assert idle_get(inbox) == 4
+
+
+WITHOUT_MAIN = """
+import threading, time
+from pql.contract.grouped import Stepper
+from pql.engine import deadlines
+from pql.engine.executors import Threads
+from pql.run.store.saver import Saver
+
+deadlines.IDLE = 0.02
+
+def work():
+    workers, saver, stepper = Threads(["a"]), Saver(), Stepper(lambda action: action, "stepper")
+    saver.do("first", int)
+    saver.flush()
+    threading.main_thread().join(60)
+    time.sleep(0.2)
+    workers.run({"a": lambda: None})
+    saver.do("second", int)
+    saver.flush()
+    stepper.start(3)
+    print("worked", stepper.result(), flush=True)
+
+threading.Thread(target=work).start()
+"""
+
+
+def test_workers_live_on_in_a_users_thread_after_the_main_thread():
+    """As in a program whose main thread has started everything and is done."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_MAIN], capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.returncode) == ("worked 3\n", 0), done.stderr
 
 
 def test_an_answer_that_cannot_come_is_an_error(ended):

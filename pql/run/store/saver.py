@@ -76,7 +76,8 @@ class Saver:
     def do(self, name: str, job: Job) -> None:
         """Queue a function for the thread, after earlier requests."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="pql-saver", daemon=True)
+            me = threading.current_thread()
+            self._thread = threading.Thread(target=self._work, args=(me,), name="pql-saver", daemon=True)
             self._thread.start()
         self._asked += 1
         self._jobs.put((name, job))
@@ -127,8 +128,8 @@ class Saver:
             self._jobs.put(None)
             self._thread.join(deadlines.SAVE if patience is None else patience)
 
-    def _work(self) -> None:
-        while (job := idle_get(self._jobs)) is not None:
+    def _work(self, owner: threading.Thread) -> None:
+        while (job := idle_get(self._jobs, owner)) is not None:
             with watching(f"writing {job[0]}", self.limit, polled=True) as self._watch:
                 outcome = self._run(*job)
             self._watch = None
