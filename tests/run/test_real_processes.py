@@ -34,7 +34,8 @@ class Runs:
     def __init__(self, folder):
         self.folder, self.log, self.left = folder / "run", folder / "log", []
         self.mark = f"task.kwargs.mark={self.folder}.mark"
-        self.again = (self.mark, "checkpoint.every_seconds=null")  # a path is accepted if it is given again
+        # A path is accepted if it is given again.
+        self.again = (self.mark, "checkpoint.every_seconds=null", "budget.seconds=null")
 
     def __call__(self, at: int = NEVER, how: str = "hang", *more: str, permitted: bool = False) -> BaseProcess:
         made = words(self.folder, *LONG, f"task.kwargs.at={at}", f"task.kwargs.how={how}", self.mark, *more)
@@ -110,8 +111,8 @@ def test_a_second_ctrl_c_leaves_at_once_from_a_tick_that_does_not_end(runs, tria
     ],
 )
 def test_a_crash_in_native_code_shows_the_stacks_of_all_threads_and_the_run_resumes(runs, how, number, trial):
-    process = runs(200 + 3 * trial, how)  # after some resume points
-    runs.wait_for(Path(f"{runs.folder}.mark").exists, process)
+    process = runs(100 + 3 * trial, how)  # after some resume points
+    runs.wait_for(Path(f"{runs.folder}.mark").exists, process, 200)
     process.join(ENDS)
     assert process.exitcode == -number, runs.said()
     said = runs.said()
@@ -140,7 +141,7 @@ def disk(folder: Path, megabytes: int) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-SHORTER = ("budget.env_steps=40000", "checkpoint.every_seconds=0.2")
+SHORTER = ("budget.env_steps=null", "budget.seconds=4", "checkpoint.every_seconds=0.2")
 
 
 @pytest.mark.fault(33, form="full", count=5)
@@ -182,12 +183,31 @@ def test_a_directory_made_read_only_is_told_and_the_status_is_1(runs, trial):
     runs.resumes()
 
 
+def simulators(process: BaseProcess) -> list[Path]:
+    """Return the directories in /proc of a run's simulators in processes of their own."""
+    task = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    found = [Path("/proc", number) for number in (task.read_text().split() if task.exists() else ())]
+    return [path for path in found if b"far.py" in command_of(path)]
+
+
+def command_of(path: Path) -> bytes:
+    """Return the command line of a process; empty once it has ended, also before its parent has noticed."""
+    try:
+        return (path / "cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
 @pytest.mark.fault(5, count=20)
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the simulator's process as Linux tells it")
 def test_a_crash_of_the_simulators_own_process_is_the_last_line(runs, trial):
     far = ("task=env", "task.name=far_sims:Walk", f"task.process.python={sys.executable}", "task.kwargs.fault=abort")
     process = begin(["train", *words(runs.folder, *far, f"task.kwargs.at={12 + trial}")], runs.log)
     runs.left.append(process)
-    runs.wait_for(runs.folder.exists, process)  # at most twenty steps before the crash
+    alive: list[Path] = []
+    runs.wait_for(lambda: alive.extend(simulators(process)) or alive, process, 200)
+    while command_of(alive[0]) and process.is_alive():  # until it crashes
+        time.sleep(0.01)
     process.join(ENDS)
     assert process.exitcode == 1, runs.said()
     last = runs.said().splitlines()[-1]
