@@ -55,9 +55,13 @@ def listed(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
+LONG = 60  # characters of the algorithms in a title
+
+
 def title(numbers: Numbers) -> str:
     tasks, labels = [t["task"] for t in numbers["tasks"]], numbers["labels"]
-    what = listed(labels) if len(labels) <= 4 else f"{len(labels)} algorithms"
+    what = listed(labels)  # the legend below has them, too
+    what = what if (len(labels) <= 4 and len(what) <= LONG) or len(labels) == 1 else f"{len(labels)} algorithms"
     return f"{what} on {listed(tasks) if len(tasks) <= 4 else f'{len(tasks)} tasks'}"
 
 

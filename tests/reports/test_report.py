@@ -17,7 +17,7 @@ pytest.importorskip("scipy")
 from scipy.stats import mannwhitneyu
 
 from pql.reports import numbers, references, runs, stats
-from pql.reports.words import subtitle
+from pql.reports.words import subtitle, title
 
 # -- statistics -----------------------------------------------------------------------------------------------------
 
@@ -552,3 +552,11 @@ def test_a_run_that_cannot_be_read_is_named(tmp_path, damage):
         (path / "metrics.jsonl").write_text('{"time/seco')
     with pytest.raises(ConfigError, match=f"run={path}: expected a run"):
         runs.read([path])
+
+
+def test_a_title_names_the_algorithms_unless_that_is_too_long():
+    tasks = [{"task": "ant"}]
+    assert title({"tasks": tasks, "labels": ["pql", "ppo"]}) == "pql and ppo on ant"
+    long = [f"pql2 reward_scale={i} critic.hidden=[128,128] critic.atoms=51" for i in (1, 2)]
+    assert title({"tasks": tasks, "labels": long}) == "2 algorithms on ant"
+    assert title({"tasks": tasks, "labels": long[:1]}) == f"{long[0]} on ant"
