@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def pytest(*options: str, **more: Any) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "pytest", "tests", "-m", "fault", "--faults", "-q", *options]
+    command = [sys.executable, "-m", "pytest", "tests", "-m", "fault", "--faults", *options]
     return subprocess.run(command, cwd=ROOT, check=False, text=True, **more)
 
 
