@@ -74,7 +74,6 @@ def test_every_metric_has_a_healthy_range_or_is_a_counter():
 
 
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
-PAGES.remove(DOCS / "results" / "pql2-cpu.md")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
