@@ -221,7 +221,7 @@ def test_resuming_falls_back_to_the_point_before(tmp_path):
         summary = resume(tmp_path, "budget.env_steps=640")
     assert summary.env_steps == 640
     assert [manifest(p)["counters"]["steps"] for p in points(tmp_path)] == [20, 40]
-    assert len(list((tmp_path / "checkpoints").glob("damaged-*"))) == 1
+    assert len(list((tmp_path / "checkpoints").glob("skipped-*"))) == 1
 
 
 class Forgetful:
