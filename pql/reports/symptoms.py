@@ -87,7 +87,7 @@ def exploding(seen: Seen) -> str | None:
         return None
     sizes = quarters(values)
     returns = quarters(seen.series.get("train/return_mean", ())) or [0.0] * 4
-    if sizes[1] <= 0 or min(sizes[3] / sizes[2], sizes[2] / sizes[1]) < 2:
+    if min(sizes[1:3]) <= 0 or min(sizes[3] / sizes[2], sizes[2] / sizes[1]) < 2:
         return None
     growth = sizes[3] / sizes[1]
     if returns[3] > growth / 2 * returns[1] > 0:
@@ -157,7 +157,7 @@ def growing_memory(seen: Seen) -> str | None:
     for name in ("memory/host_gib", "memory/gpu_gib"):
         values = seen.series.get(name, ())
         half = len(values) // 2
-        if len(values) < ENOUGH or (isinstance(capacity, int) and steps[len(steps) // 2] < capacity):
+        if len(values) < ENOUGH or (isinstance(capacity, int) and steps and steps[len(steps) // 2] < capacity):
             continue
         middle, end = values[half], values[-1]
         last = values[-max(1, len(values) // 10)]

@@ -113,6 +113,11 @@ def test_only_the_newest_value_counts_and_an_empty_run_has_no_symptom():
     assert seen([]) == {}
 
 
+def test_values_that_are_zero_or_rows_without_steps_are_no_error():
+    assert seen(run_of(value__q=lambda i: float(10 <= i < 20 or i > 35))) == {}
+    assert seen([{"memory/host_gib": 1.0}] * N, {"replay.capacity": 20_000}) == {}
+
+
 def test_memory_may_grow_while_replay_fills():
     rows = run_of(memory__host_gib=lambda i: 1.0 + 0.05 * i)
     assert seen(rows, {"replay.capacity": 30_000}) == {}
