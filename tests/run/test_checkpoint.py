@@ -234,6 +234,27 @@ def test_a_reader_that_finds_the_old_one_retries_once_the_new_one_is_complete(tm
     assert calls
 
 
+def test_a_reader_retries_where_the_renames_came_while_it_looked(tmp_path, monkeypatch):
+    """Between its two looks at the folder; the writer then stops for a while."""
+    save(tmp_path / "last", tree(1.0), {})
+    real = {name: getattr(checkpoint, name) for name in ("_present", "_stamp")}
+    looks = []
+
+    def look(name):
+        def looked(path):
+            looks.append(name)
+            if len(looks) == 2:
+                path.rename(checkpoint._old(path))
+            return real[name](path)
+
+        return looked
+
+    for name in real:
+        monkeypatch.setattr(checkpoint, name, look(name))
+    assert load(tmp_path / "last")[0]["a/w"][0, 0] == 1.0
+    assert len(looks) >= 2
+
+
 def test_a_damaged_checkpoint_is_read_once(tmp_path, monkeypatch):
     """A replay of gigabytes is not hashed again where nobody has replaced it."""
     save(tmp_path / "last", tree(1.0), {})

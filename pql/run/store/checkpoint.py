@@ -159,7 +159,7 @@ def load(path: Path, kinds: Sequence[str] = ()) -> tuple[dict[str, Tensor], dict
         ConfigError: written by another release, in a format or with settings that this one does not know.
     """
     for _ in range(TRIES):
-        found, before = _present(path), _stamp(path)
+        before, found = _stamp(path), _present(path)  # in this order: a change in between is noticed
         try:
             return _read(found, kinds)
         except CorruptCheckpointError:
