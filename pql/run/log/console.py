@@ -21,6 +21,7 @@ from pql.run.log.console_log import ConsoleLog
 Row = dict[str, float]
 EVERY = 8.0  # seconds between two plain lines
 REPEAT_HEADER = 20  # lines
+EARLY = 20  # texts kept for the copy until it begins
 WIDTH = 100
 
 
@@ -188,7 +189,7 @@ class Console:
         """Write lines to the copy only: what standard error has."""
         if self.copy:
             self.copy.say(text)
-        elif len(self._said) < REPEAT_HEADER:
+        elif len(self._said) < EARLY:
             self._said.append(text)
 
     def close(self) -> None:

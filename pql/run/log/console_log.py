@@ -46,7 +46,9 @@ class ConsoleLog:
 
     def flush(self) -> None:
         """Wait until all texts are written, for at most ``deadlines.CONSOLE`` seconds."""
-        if (thread := self._thread) is not None:
+        with self._lock:  # while another thread is in print, its new thread may not have been started yet
+            thread = self._thread
+        if thread is not None:
             thread.join(timeout=deadlines.CONSOLE)
 
     def _work(self) -> None:
