@@ -41,7 +41,7 @@ def lead(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray], seed: int =
 
     For one task it is (ours - theirs) / |theirs|. For several it is the geometric mean of ours / theirs, minus 1: in
     an arithmetic mean one task with a large ratio would outweigh the others, and exchanging the two sides would not
-    give the inverse. It is NaN where a mean is not positive.
+    give the inverse. It is NaN where a mean is negative.
 
     Returns:
         (estimate, lower, upper), with the ends of the 95 % percentile bootstrap interval. Tasks are strata; within each
