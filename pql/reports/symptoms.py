@@ -152,7 +152,7 @@ def ratios_off(seen: Seen) -> str | None:
 
 
 def growing_memory(seen: Seen) -> str | None:
-    """Memory grows through the second half of the run, in which replay was full from its beginning on."""
+    """Memory grows until the end of the run, though replay was full by the middle of it."""
     steps, capacity = seen.series.get("steps/env", ()), seen.settings.get("replay.capacity")
     for name in ("memory/host_gib", "memory/gpu_gib"):
         values = seen.series.get(name, ())
@@ -160,8 +160,8 @@ def growing_memory(seen: Seen) -> str | None:
         if len(values) < ENOUGH or (isinstance(capacity, int) and steps and steps[len(steps) // 2] < capacity):
             continue
         middle, end = values[half], values[-1]
-        last = values[-max(1, len(values) // 10)]
-        if end > 1.2 * middle and end > middle + GROWTH_GIB and end > last:
+        shortly_before = values[-(len(values) // 10)]
+        if end > 1.2 * middle and end > middle + GROWTH_GIB and end > shortly_before:
             return f"{name}: {end:.2f} GiB, {middle:.2f} in the middle of the run, and still growing"
     return None
 

@@ -61,7 +61,7 @@ class EndedError(Exception):
 
 
 class Alarm:
-    """While entered, ends a call of gRPC that waits too long: gRPC's own deadlines bound a whole stream.
+    """Context manager with a deadline for single reads of a gRPC stream: gRPC's own bounds the whole stream.
 
     Args:
         cancel: ends the stream; called by another thread.

@@ -150,7 +150,7 @@ class Console:
                 self.copy.beat()
 
     def record(self, path: Path) -> None:
-        """From now on copy all lines to a file, in the form of plain output; those printed so far come first."""
+        """Copy all lines to a file as plain text, beginning with those printed so far."""
         self.log = ConsoleLog(path)
         copy = Lines(self.progress, self.log)
         for text in self._said:
@@ -186,14 +186,14 @@ class Console:
         self.note(text)
 
     def note(self, text: str) -> None:
-        """Write lines to the copy only: what standard error has."""
+        """Write lines to the copy only, such as warnings, which standard error already shows."""
         if self.copy:
             self.copy.say(text)
         elif len(self._said) < EARLY:
             self._said.append(text)
 
     def close(self) -> None:
-        """Stop updating; the last state stays. Lines can still be said; a second call saves them in the copy."""
+        """Stop updating; the last state stays. Lines may follow (:meth:`say`); call this again to complete the copy."""
         if not self._closed.is_set():
             self._closed.set()
             self._thread.join(timeout=deadlines.CONSOLE)

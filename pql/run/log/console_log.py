@@ -1,6 +1,7 @@
 """A copy of a run's console lines in RUN/console.log, which ``pql watch`` shows.
 
-It must never stop or slow a run: a thread of its own writes, what it cannot write is lost, and the file is bounded.
+It must never stop or slow a run: a separate thread writes, lines that it cannot write are lost, and the file's size is
+bounded.
 This file does not import torch.
 """
 
