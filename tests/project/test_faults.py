@@ -5,10 +5,12 @@ import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 
+import execnet
 import faults
 import pytest
-from fault_rows import ROWS, Place, cases_of, numbers, places_of
+from fault_rows import ROWS, Place, cases_of, chosen, numbers, places_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -89,6 +91,16 @@ def test_a_mark_names_the_form_and_what_is_not_repeated_is_a_further_test():
     for mark, why in ((fault(37), "rows 1 to 36"), (fault(8, form="thrice"), "'once', 'twice'"), (fault(), "no row")):
         with pytest.raises(pytest.UsageError, match=why):
             places_of(Item(mark))
+
+
+def test_what_a_test_reports_can_be_sent_to_another_process():
+    """A suite in several processes (pytest-xdist) sends only plain types."""
+    item = Item(pytest.mark.fault(8, form="once", count=50))
+    item.user_properties = []
+    option = SimpleNamespace(fault_rows=None, fault_log=None, markexpr="")
+    assert chosen(SimpleNamespace(option=option), [item]) == [item]
+    sent = execnet.loads(execnet.dumps(item.user_properties))
+    assert sent == [("fault places", [(8, "once")]), ("fault cases", 1)]
 
 
 def run(test, outcome, cases, seconds, *places, commit="abc"):

@@ -214,7 +214,9 @@ def chosen(config: pytest.Config, items: list[pytest.Item]) -> list[pytest.Item]
     rows = {item: rows_of(item) for item in items}
     for item in items:
         if rows[item]:
-            item.user_properties += [("fault places", places_of(item)), ("fault cases", cases_of(item))]
+            # Plain tuples: a suite in several processes sends these properties with every report.
+            places = [tuple(place) for place in places_of(item)]
+            item.user_properties += [("fault places", places), ("fault cases", cases_of(item))]
     if not (option.fault_rows or option.fault_log or option.markexpr == "fault"):
         return items
     wanted = numbers(option.fault_rows) or {*ROWS}
