@@ -245,8 +245,7 @@ SYMPTOMS = {
     16: Known(
         "Update ratios are not what was configured",
         ratios_off,
-        "with remote actors, whose ticks may end early, a longer task.kwargs.wait; after pql resume with other ratios "
-        "they are means over the whole run, and right",
+        "with remote actors, whose ticks may end early, a longer task.kwargs.wait",
     ),
     17: Known(
         "Rows are dropped",
