@@ -96,9 +96,9 @@ def test_a_mark_names_the_form_and_what_is_not_repeated_is_a_further_test():
 def test_what_a_test_reports_can_be_sent_to_another_process():
     """A suite in several processes (pytest-xdist) sends only plain types."""
     item = Item(pytest.mark.fault(8, form="once", count=50))
-    item.user_properties = []
-    option = SimpleNamespace(fault_rows=None, fault_log=None, markexpr="")
-    assert chosen(SimpleNamespace(option=option), [item]) == [item]
+    option = SimpleNamespace(fault_rows=None, fault_log=None, markexpr="", faults=False)
+    item.user_properties, item.config = [], SimpleNamespace(option=option)
+    assert chosen(item.config, [item]) == [item]
     sent = execnet.loads(execnet.dumps(item.user_properties))
     assert sent == [("fault places", [(8, "once")]), ("fault cases", 1)]
 
