@@ -202,6 +202,18 @@ def test_a_claim_knows_its_directory_however_inodes_are_given(tmp_path, made_aga
         assert claim.holder(tmp_path / "run").startswith(HERE)
 
 
+def test_a_claim_that_nobody_closes_keeps_neither_files_open_nor_the_lock(tmp_path, monkeypatch):
+    opened, real, close = [], os.open, os.close
+    monkeypatch.setattr(os, "open", lambda *args: (opened.append(real(*args)), opened[-1])[1])
+    monkeypatch.setattr(os, "close", lambda handle: (opened.remove(handle), close(handle))[1])
+    lost = claim.claim(tmp_path)
+    folder = lost._folder
+    assert folder in opened
+    del lost
+    assert folder not in opened
+    assert claim.holder(tmp_path) is None
+
+
 def test_renewing_keeps_a_lock_that_is_still_there(tmp_path):
     with claim.claim(tmp_path) as one:
         one.renew()

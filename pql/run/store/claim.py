@@ -43,6 +43,9 @@ class Claim:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __del__(self) -> None:
+        self._drop()  # a descriptor, unlike a file object, does not close itself
+
     def close(self) -> None:
         """Release the directory. May be called repeatedly."""
         if self._process != os.getpid():
