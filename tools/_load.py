@@ -310,12 +310,12 @@ class Checker:
 
 
 def check_ring(replay: Any) -> dict[str, int]:
-    """Count valid rows of the whole ring, rows that are there twice, and rows not followed by their successor."""
+    """Count valid rows that can be drawn, rows that are there twice, and rows not followed by their successor."""
     n, heads = replay.num_envs, replay.live.head.tolist()
     seen: Counter[bytes] = Counter()
     torn = 0
     for column, head in enumerate(heads):
-        oldest = max(0, head - replay.rows + 1)
+        oldest = max(0, head - (replay.rows - replay.guard))
         for row in range(oldest, head):
             cell = row % replay.rows * n + column
             flags = replay.flags[cell : cell + 1].int()
