@@ -202,7 +202,7 @@ def command_of(path: Path) -> bytes:
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the simulator's process as Linux tells it")
 def test_a_crash_of_the_simulators_own_process_is_the_last_line(runs, trial):
     far = ("task=env", "task.name=far_sims:Walk", f"task.process.python={sys.executable}", "task.kwargs.fault=abort")
-    process = begin(["train", *words(runs.folder, *far, f"task.kwargs.at={8 + trial % 16}")], runs.log)
+    process = begin(["train", *words(runs.folder, *far, f"task.kwargs.at={12 + trial % 16}")], runs.log)
     runs.left.append(process)
     alive: list[Path] = []
     runs.wait_for(lambda: alive.extend(simulators(process)) or alive, process, 200)
