@@ -35,7 +35,7 @@ class Symptom(NamedTuple):
 
 
 class Known(NamedTuple):
-    """A section of docs/troubleshooting.md that can be told from metrics.
+    """A section of docs/troubleshooting.md that can be detected in metrics.
 
     Attributes:
         title: its heading.

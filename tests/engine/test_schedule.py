@@ -354,7 +354,7 @@ def test_whoever_waits_for_others_does_not_hang_and_has_its_time_afterwards():
 @pytest.mark.fault(19, count=1)
 @pytest.mark.parametrize("slow", sample(["collector", "v", "p"], keep=["v"]))
 def test_nothing_grows_behind_a_slow_worker_and_the_ratios_stay_exact(slow, pytestconfig):
-    """Weights and rows are exchanged once per tick: nothing is queued for whoever is late. In the suite for 60 ticks,
+    """Weights and rows are exchanged once per tick: nothing is queued for a late worker. In the suite for 60 ticks,
     with ``--faults`` for ten minutes."""
     if not pytestconfig.option.faults:
         behind_a_slow_worker(slow, 60)

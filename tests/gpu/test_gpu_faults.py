@@ -133,7 +133,7 @@ def test_a_device_assert_ends_the_run_within_ten_seconds_with_its_cause(tmp_path
 @on_gpu
 @pytest.mark.fault(17)
 def test_a_replay_larger_than_the_device_is_refused_with_the_largest_that_fits(tmp_path):
-    """Where the device lends this process a tenth of its memory."""
+    """This process may use a tenth of the device's memory."""
     torch.cuda.set_per_process_memory_fraction(0.1)
     try:
         with pytest.raises(ConfigError, match=r"at most (\d+) here: this many need [\d.]+ GiB") as error:

@@ -63,7 +63,7 @@ def test_the_python_reference_has_every_public_name():
 
 
 def offered(name, found):
-    """Whether a module defines this protocol."""
+    """Return True if a module defines this protocol."""
     return isinstance(found, type) and found.__module__ == "pql.contract.optional" and not name.startswith("_")
 
 

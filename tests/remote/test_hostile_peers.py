@@ -153,7 +153,7 @@ def resident():
 
 
 @pytest.mark.fault(35, count=20)
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the memory in use as Linux tells it")
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the memory in use from Linux's /proc")
 def test_the_largest_garbage_of_admitted_actors_leaves_nothing_and_disturbs_no_one(address, trial, request):
     """From eight connections at once; in the suite with 1 MB each."""
     cases = 8

@@ -375,7 +375,7 @@ def test_every_point_that_was_skipped_stays_where_the_same_tick_comes_again(tmp_
 def test_a_newer_format_is_named(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "FORMAT", 99)
-        patch.setattr(checkpoint, "check_manifest", lambda *_: None)  # of a release that knows it
+        patch.setattr(checkpoint, "check_unwritten", lambda *_: None)  # of a release that knows it
         save(tmp_path / "x", tree(1.0), {})
     with pytest.raises(ConfigError, match="format 2 or older; this is 99: update pql"):
         load(tmp_path / "x")

@@ -564,11 +564,11 @@ def test_the_real_wandb_whose_server_goes_loses_nothing(tmp_path, monkeypatch, s
     assert summary.env_steps == 640
     assert ending[-1] - ending[-2] < 15 + 15  # the latter for a busy machine
     (path,) = (tmp_path / "wandb").glob("run-*/*.wandb")
-    told, end = rows(tmp_path), time.monotonic() + 30
-    assert len(told) >= 2
-    while history(path) != told and time.monotonic() < end:  # wandb's own process writes
+    written, end = rows(tmp_path), time.monotonic() + 30
+    assert len(written) >= 2
+    while history(path) != written and time.monotonic() < end:  # wandb's own process writes
         time.sleep(0.1)
-    assert history(path) == told
+    assert history(path) == written
 
 
 def test_wandb_continues_its_own_run_and_an_agent_s(tmp_path, monkeypatch):

@@ -199,7 +199,7 @@ def command_of(path: Path) -> bytes:
 
 
 @pytest.mark.fault(5, count=20)
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the simulator's process as Linux tells it")
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the simulator's process in Linux's /proc")
 def test_a_crash_of_the_simulators_own_process_is_the_last_line(runs, trial):
     far = ("task=env", "task.name=far_sims:Walk", f"task.process.python={sys.executable}", "task.kwargs.fault=abort")
     process = begin(["train", *words(runs.folder, *far, f"task.kwargs.at={12 + trial % 16}")], runs.log)

@@ -24,7 +24,14 @@ from pql.config import Config
 from pql.config.files import check_header, check_ordinary, create_file, read_json
 from pql.data import tensorfile
 from pql.errors import ConfigError, PqlWarning
-from pql.run.store.manifest import FORMAT, NewerFormatError, as_read, check_manifest, check_schema, config_entries
+from pql.run.store.manifest import (
+    FORMAT,
+    NewerFormatError,
+    check_manifest,
+    check_schema,
+    check_unwritten,
+    config_entries,
+)
 from pql.types import Rows
 
 TENSORS, MANIFEST = "tensors.safetensors", "manifest.json"
@@ -86,8 +93,7 @@ def save(path: Path, tree: Any, manifest: Mapping[str, Any]) -> None:
         TypeError, ValueError: readers would refuse the manifest.
     """
     manifest = {"format": FORMAT, **manifest}
-    kinds = [manifest["kind"]] if "kind" in manifest else ()
-    check_manifest(as_read({**manifest, "sha256": "", "manifest_sha256": ""}), kinds)
+    check_unwritten(manifest)
     temporary, old = path.with_name(f".writing-{path.name}"), _old(path)
     try:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -73,10 +73,20 @@ def check_storable(config: Config, spec: Mapping[str, Any] | None = None) -> Non
     if spec is not None:
         manifest = {"format": FORMAT, "kind": "policy", **config_entries(config), "spec": spec}
         try:
-            check_manifest(as_read({**manifest, "sha256": "", "manifest_sha256": ""}), ("policy",))
+            check_unwritten(manifest)
         except (TypeError, ValueError) as error:
             wanted = f"a simulator whose description checkpoints can store ({error})"
             raise ConfigError("task", config.task.title, wanted) from None
+
+
+def check_unwritten(manifest: Mapping[str, Any]) -> None:
+    """Check a manifest, before its hashes are known, as :func:`check_manifest` will when it is read.
+
+    Raises:
+        TypeError, ValueError: readers would refuse it.
+    """
+    kinds = [manifest["kind"]] if "kind" in manifest else ()
+    check_manifest(as_read({**manifest, "sha256": "", "manifest_sha256": ""}), kinds)
 
 
 def as_read(data: Any) -> Any:
