@@ -117,7 +117,7 @@ def latest(runs: Iterable[dict[str, Any]], tests: set[str]) -> list[dict[str, An
 
 def of(number: int, runs: Sequence[dict[str, Any]], form: str | None) -> list[dict[str, Any]]:
     """Return the outcomes of a row's form; None: of its further tests. Skipped tests are left out."""
-    return [run for run in runs if [number, form] in run["places"] and run["outcome"] != "skipped"]
+    return [run for run in runs if [number, form] in run.get("places", ()) and run["outcome"] != "skipped"]
 
 
 def counted(runs: Sequence[dict[str, Any]]) -> tuple[int, int]:

@@ -48,6 +48,7 @@ SILENT = (
     ("grpc.max_connection_idle_ms", int(1000 * deadlines.HELLO)),
 )
 SIZES = (("grpc.max_receive_message_length", wire.LARGEST), ("grpc.max_send_message_length", wire.LARGEST))
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 OPTIONS = (*KEEPALIVE, *WAITING, *SILENT, *SIZES, ("grpc.so_reuseport", 0))
 
 OFFERED = ("obs", "action", "max_episode_steps", "autoreset", "final_obs", "log")  # must be equal for all actors
@@ -106,6 +107,7 @@ class ActorServer:
         self.token, self.facts, self.known = token, dict[str, Any](), threading.Event()
         self.tell = tell or say_server
         self._trims = 0  # still to come
+        return_memory_when_freed()
         self.credentials = check_safe(address, token, cert, key)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="pql-remote-server", daemon=True)
@@ -270,6 +272,17 @@ def return_memory() -> None:
     """Return freed memory to the system: glibc would keep hundreds of megabytes after refused large messages."""
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
+
+
+def return_memory_when_freed() -> None:
+    """Let glibc return memory at the end of a thread's heap as soon as it is freed.
+
+    ``malloc_trim`` leaves it there, up to 64 MB a heap once the program has freed a large tensor. The limit of ``mmap``
+    is the one that glibc itself reaches by then: a smaller one makes tensors of the training slow.
+    """
+    if setting := getattr(ctypes.CDLL(None), "mallopt", None):
+        setting(M_TRIM_THRESHOLD, 1 << 20)
+        setting(M_MMAP_THRESHOLD, 32 << 20)
 
 
 def say_server(line: str) -> None:

@@ -541,8 +541,10 @@ class Session:
                 outcome = run_episodes(
                     env, policy, seed, epsilon=epsilon, staggered=staggered(self.config), ended=ended.append
                 )
-        if not self.interrupted and outcome.returns:  # none if all remote actors were lost
+        if outcome.returns and not self.interrupted:
             self._record(EvaluationReport(self._now(), policy.state_dict(), outcome))
+        elif not self.interrupted:
+            self.warn("the last evaluation has no result: no episode ended, because all remote actors were lost")
 
     def _episodes(self) -> str:
         """Progress of the evaluator."""

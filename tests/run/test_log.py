@@ -462,7 +462,7 @@ def test_a_server_that_answers_anything_can_be_reached():
 def test_rows_of_a_very_long_run_come_less_often_and_a_resumed_one_goes_on_so(tmp_path, monkeypatch):
     """With 4 KB instead of 32 MB; every row counts all updates since the one before."""
     monkeypatch.setattr(log, "PART", 4 << 10)
-    quick = ("logger.every_seconds=0.01", "budget.env_steps=6400")
+    quick = ("logger.every_seconds=0.002", "budget.env_steps=6400")
     run(*words(tmp_path, *quick))
     first, size = log.stretch(tmp_path), (tmp_path / "metrics.jsonl").stat().st_size
     assert first == min(2 ** (size >> 12), log.LONGEST) >= 4

@@ -555,6 +555,15 @@ def test_interrupting_a_final_evaluation_before_its_first_row_is_no_error(tmp_pa
     assert not any("eval/return_mean" in row for row in rows(tmp_path))
 
 
+def test_a_final_evaluation_without_an_episode_is_reported(tmp_path, monkeypatch):
+    """All remote actors were lost in it: the run has succeeded, and says that this result is missing."""
+    monkeypatch.setattr("pql.run.session.run_episodes", lambda *_, **__: Evaluation([], []))
+    with pytest.warns(PqlWarning, match="the last evaluation has no result: no episode ended"):
+        summary = Session(compose(words(tmp_path, "eval.final=true")), env=Counter(16, "cpu"), quiet=True).train()
+    assert (summary.env_steps, summary.return_mean, summary.interrupted) == (320, None, False)
+    assert not any("eval/return_mean" in row for row in rows(tmp_path))
+
+
 # -- checkpoints of a run -------------------------------------------------------------------------------------------
 
 

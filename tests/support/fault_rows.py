@@ -158,6 +158,8 @@ def source() -> tuple[str, str]:
     paths = [str(Path(top) / name) for name in names]
     changed = git("status", "--porcelain", "--", *paths)
     texts = [git("rev-parse", *(f"HEAD:{name}" for name in names)), changed, git("diff", "HEAD", "--", *paths)]
+    new = git("ls-files", "--others", "--exclude-standard", "--full-name", "--", *paths).splitlines()
+    texts += [hashlib.sha256((Path(top) / name).read_bytes()).hexdigest() for name in new]
     commit = git("rev-parse", "--short", "HEAD") or "unknown"
     return commit + "+" * bool(changed), hashlib.sha256("\n".join(texts).encode()).hexdigest()[:12]
 

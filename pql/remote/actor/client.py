@@ -140,6 +140,7 @@ class ActorClient:
         self.steps, self.admitted, self.connected = 0, 0, False
         self.limits: dict[str, Limit] = {}
         self.stepped = False  # since the last admission
+        self._alone_since = time.monotonic()
 
     def run(self) -> str | None:
         """Connect, and reconnect, until the learner ends the run. Return its reason; None if the actor has left.
@@ -148,7 +149,7 @@ class ActorClient:
             ConfigError: the learner rejects this actor permanently.
             RunError: no learner within ``patience`` seconds, or its messages are invalid.
         """
-        attempt, alone_since = 0, time.monotonic()
+        attempt, self._alone_since = 0, time.monotonic()
         while not self.leave.is_set():
             before, admitted = self.steps, self.admitted
             try:
@@ -163,8 +164,8 @@ class ActorClient:
             if self.steps > before:
                 attempt = 0
             if self.admitted > admitted:
-                alone_since = now
-            if self.patience is not None and now - alone_since > self.patience:
+                self._alone_since = now
+            if self.patience is not None and now - self._alone_since > self.patience:
                 raise RunError(f"no learner at {self.address} for {self.patience:g} s: {reason}")
             # Jitter: actors that lost the same learner should not reconnect at the same moment.
             delay = min(LONGEST_DELAY, FIRST_DELAY * 2 ** min(attempt, 10)) * random.uniform(0.5, 1.0)
@@ -218,11 +219,16 @@ class ActorClient:
 
     def _wait(self) -> float:
         """Return the seconds within which the learner's next message must arrive."""
-        return deadlines.ORDER if self.connected else deadlines.WELCOME
+        if self.connected:
+            return deadlines.ORDER
+        left = float("inf") if self.patience is None else self._alone_since + self.patience - time.monotonic()
+        return min(deadlines.WELCOME, max(left, 0.0))
 
     def _silent(self) -> str:
-        what = "sent no request" if self.connected else "not answered this actor"
-        return f"the learner has {what} for {self._wait():g} s"
+        if self.connected:
+            return f"the learner has sent no request for {deadlines.ORDER:g} s"
+        longest = float("inf") if self.patience is None else self.patience
+        return f"the learner has not answered this actor for {min(deadlines.WELCOME, longest):g} s"
 
     def _welcome(self, said: Mapping[str, Any]) -> None:
         """Read WELCOME: the actor's number and the learner's time limits, which the watchdog here also applies."""

@@ -52,6 +52,8 @@ class Wandb:
         chosen = self.wandb.Settings(silent=True, console="off", init_timeout=deadlines.WANDB_INIT)
         with contextlib.suppress(Exception):  # if this version supports it: system statistics of the run's process
             chosen.x_stats_pid = os.getppid()
+        with contextlib.suppress(Exception):  # by default every 15 s: what is in memory is lost when finish() gives up
+            chosen.x_transaction_log_flush_interval = 1.0
         return chosen
 
     def log(self, row: dict[str, float]) -> None:
