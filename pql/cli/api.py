@@ -177,12 +177,12 @@ def launch(
     from pql.config.validate import likely_device
     from pql.contract.registry import check_name
     from pql.engine.world import world
-    from pql.run.callbacks import several
+    from pql.run.callbacks import as_callbacks
     from pql.run.log.console import announced, opening
     from pql.run.resume import resume_config
     from pql.run.store import run_dir as rundir
 
-    options["callbacks"] = several(options.get("callbacks", ()))
+    options["callbacks"] = as_callbacks(options.get("callbacks", ()))
     resume, alone = run_dir is not None, world().size == 1
     speaks = not quiet and not world().rank
     if run_dir is not None and speaks and rundir.holds_run(run_dir):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pql.cli.tables import table
 from pql.config import BudgetConfig, Config, leaves
-from pql.config.compose import WORDS, trace, without_words
+from pql.config.compose import COMMAND_LINE, preset_settings, trace
 from pql.config.fields import Setting, condition_text, is_read, settings
 from pql.config.layers import Layer
 from pql.config.validate import likely_device
@@ -43,14 +43,14 @@ def print_difference(overrides: Sequence[str]) -> int:
         ConfigError: a wrong setting.
     """
     config, layers = trace(overrides, likely_device)
-    sources, before = sources_of(config, layers), dict(leaves(without_words(layers)))
+    sources, before = sources_of(config, layers), dict(leaves(preset_settings(layers)))
     rows = [
         [
             f"{name}={shown(value)}",
             "# in no preset" if before.get(name, "") == "" else f"# preset: {shown(before[name])}",
         ]
         for name, value in leaves(config)
-        if sources[name] == WORDS and (name not in before or value != before[name])
+        if sources[name] == COMMAND_LINE and (name not in before or value != before[name])
     ]
     emit(f"# presets: {', '.join(layer.source for layer in layers[:-1])}")
     emit(table(rows) if rows else "# no setting differs from them")

@@ -27,7 +27,7 @@ DEFAULT_ALGO = {"cpu": "pql2", "gpu": "pql"}
 """By scale: the recipe that was measured on CPUs, and the paper's algorithm."""
 PRESETS = "presets"  # presets=DIR: a folder of the user's presets
 SPECIAL = (BATCH, PRESETS)
-WORDS = "command line"  # source of the last layer
+COMMAND_LINE = "command line"  # source of the last layer
 FREE = ("task.kwargs.", "task.remote.")  # names below these belong to the simulator
 SEVERAL = " (pql train -m takes several)"
 
@@ -239,13 +239,13 @@ def trace(overrides: Sequence[str], resolve: Callable[[str], str] | None = None)
         chosen.setdefault(ATARI, "paper")
     elif ATARI in chosen:
         raise ConfigError(ATARI, chosen[ATARI], "task=atari with it: a protocol of its games")
-    layers = [*presets.layers(chosen), Layer(WORDS, nested(values))]
+    layers = [*presets.layers(chosen), Layer(COMMAND_LINE, nested(values))]
     config = merge_layers(layers, given)
     check_read(config, given)
     return config, layers
 
 
-def without_words(layers: Sequence[Layer]) -> Config:
+def preset_settings(layers: Sequence[Layer]) -> Config:
     """Return the settings of the layers of :func:`trace` without those of the command line; not checked.
 
     ``task.name`` is "" where only the command line names the simulator.

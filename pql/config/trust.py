@@ -18,7 +18,7 @@ PYTHON = "task.process.python"
 NETWORKS = ("algo.policy.net", "algo.critic.net")
 NAMING = (PYTHON, "task.name", "task.id", "task.game", "task.model", "task.kwargs", "task.remote", *NETWORKS)
 """Settings that can name these."""
-WORDS_OF_OTHERS = {"isaacgym": ("overrides",)}  # keywords read by the configuration of another program
+FOREIGN_KEYWORDS = {"isaacgym": ("overrides",)}  # keywords read by the configuration of another program
 
 TEXT = re.compile(r"(?!.*\.\.)([\w.+(\[-][\w .,;+=()\[\]'!?%*<>&/-]*)?")
 """Texts that a file may give to a task. Without ``:`` nothing can be imported: all that import by name split there.
@@ -97,7 +97,7 @@ def _of_task(config: Config) -> Iterator[tuple[str, Any]]:
         yield "task.name", task.name
     for name in ("id", "game", "model"):
         yield from _texts(f"task.{name}", getattr(task, name))
-    for name in WORDS_OF_OTHERS.get(task.name, ()):
+    for name in FOREIGN_KEYWORDS.get(task.name, ()):
         if name in task.kwargs:
             yield f"task.kwargs.{name}", task.kwargs[name]
     keywords = {"task.kwargs": task.kwargs, "task.remote": task.remote}

@@ -130,7 +130,7 @@ RAY = 10.0
 # the limit is that of a step.
 RANK = 1800.0
 # A failing rank for the errors of the others, one of which may be the cause.
-LAST_WORDS = 3.0
+LAST_MESSAGE = 3.0
 
 
 # -- loggers ----------------------------------------------------------------------------------------------------------

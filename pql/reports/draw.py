@@ -315,7 +315,9 @@ def spread(places: Sequence[float], gap: float) -> list[float]:
 
 
 def clip(text: str, most: int = 20) -> str:
-    return text if len(text) <= most else text[: most - 1] + "…"
+    """Cut a long text in its middle: labels of algorithms often differ only at their ends."""
+    head = most // 2
+    return text if len(text) <= most else f"{text[: head - 1]}…{text[head - most :]}"
 
 
 # -- files ----------------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ class Symptom(NamedTuple):
     anchor: str
 
 
-class Known(NamedTuple):
+class Detector(NamedTuple):
     """A section of docs/troubleshooting.md that can be detected in metrics.
 
     Attributes:
@@ -44,11 +44,11 @@ class Known(NamedTuple):
     """
 
     title: str
-    check: "Callable[[Seen], str | None]"
+    check: "Callable[[RunMetrics], str | None]"
     remedy: str
 
 
-class Seen(NamedTuple):
+class RunMetrics(NamedTuple):
     """A run's metrics: the newest value of each, all values of each in order, and the settings with dotted names."""
 
     newest: Row
@@ -59,9 +59,9 @@ class Seen(NamedTuple):
         return self.newest.get(name, limit) > limit
 
 
-def flat(seen: Seen) -> str | None:
-    returns = seen.series.get("train/return_mean", ())
-    if len(returns) < ENOUGH or not seen.above("updates/v", UPDATES):
+def flat(run: RunMetrics) -> str | None:
+    returns = run.series.get("train/return_mean", ())
+    if len(returns) < ENOUGH or not run.above("updates/v", UPDATES):
         return None
     third = len(returns) // 3
     begin, end = statistics.median(returns[:third]), statistics.median(returns[-third:])
@@ -70,23 +70,23 @@ def flat(seen: Seen) -> str | None:
     return f"train/return_mean: {end:,.4g} in the last third of the run, {begin:,.4g} in the first"
 
 
-def frozen(seen: Seen) -> str | None:
-    share = seen.newest.get("policy/frozen", 0.0)
+def frozen(run: RunMetrics) -> str | None:
+    share = run.newest.get("policy/frozen", 0.0)
     if share <= 0.5:
         return None
     return f"policy/frozen: {share:.0%} of the action components stay at one end of their range"
 
 
-def exploding(seen: Seen) -> str | None:
+def exploding(run: RunMetrics) -> str | None:
     """Values more than double from the second quarter of the run to the third, and to the fourth; returns grow less.
 
     Values that approach a limit, as those of a healthy critic do from 0, grow less from quarter to quarter.
     """
-    values = seen.series.get("value/q", ())
-    if len(values) < ENOUGH or not seen.above("updates/v", UPDATES):
+    values = run.series.get("value/q", ())
+    if len(values) < ENOUGH or not run.above("updates/v", UPDATES):
         return None
     sizes = quarters(values)
-    returns = quarters(seen.series.get("train/return_mean", ())) or [0.0] * 4
+    returns = quarters(run.series.get("train/return_mean", ())) or [0.0] * 4
     if min(sizes[1:3]) <= 0 or min(sizes[3] / sizes[2], sizes[2] / sizes[1]) < 2:
         return None
     growth = sizes[3] / sizes[1]
@@ -101,9 +101,9 @@ def quarters(values: Sequence[float]) -> list[float]:
     return [statistics.median(map(abs, values[i * size : (i + 1) * size])) for i in range(4)] if size else []
 
 
-def cut_off(seen: Seen) -> str | None:
-    atoms, low, high = (seen.settings.get(f"algo.critic.{name}") for name in ("atoms", "v_min", "v_max"))
-    value = seen.newest.get("value/q")
+def cut_off(run: RunMetrics) -> str | None:
+    atoms, low, high = (run.settings.get(f"algo.critic.{name}") for name in ("atoms", "v_min", "v_max"))
+    value = run.newest.get("value/q")
     if not (isinstance(atoms, int) and atoms > 1 and isinstance(low, float | int) and isinstance(high, float | int)):
         return None
     distance = (high - low) / (atoms - 1)
@@ -112,50 +112,50 @@ def cut_off(seen: Seen) -> str | None:
     return f"value/q: {value:.4g} is at the end of the critic's range, {low:g} to {high:g}"
 
 
-def collapsed(seen: Seen) -> str | None:
-    returns = seen.series.get("eval/return_mean", ())
+def collapsed(run: RunMetrics) -> str | None:
+    returns = run.series.get("eval/return_mean", ())
     if len(returns) < 3 or max(returns) <= 0 or returns[-1] > 0.5 * max(returns):
         return None
     return f"eval/return_mean: {returns[-1]:,.4g}, less than half of its best, {max(returns):,.4g}"
 
 
-def no_values(seen: Seen) -> str | None:
-    explained = seen.newest.get("value/explained_variance", 1.0)
-    if explained > 0.05 or len(seen.series["value/explained_variance"]) < ENOUGH:
+def no_values(run: RunMetrics) -> str | None:
+    explained = run.newest.get("value/explained_variance", 1.0)
+    if explained > 0.05 or len(run.series["value/explained_variance"]) < ENOUGH:
         return None
     return f"value/explained_variance: {explained:.2f}, the values predict nothing"
 
 
-def collector_bound(seen: Seen) -> str | None:
-    return bound(seen, ("busy/collector",), ("busy/v", "busy/p"))
+def collector_bound(run: RunMetrics) -> str | None:
+    return bound(run, ("busy/collector",), ("busy/v", "busy/p"))
 
 
-def learner_bound(seen: Seen) -> str | None:
-    return bound(seen, ("busy/v", "busy/p"), ("busy/collector",))
+def learner_bound(run: RunMetrics) -> str | None:
+    return bound(run, ("busy/v", "busy/p"), ("busy/collector",))
 
 
-def bound(seen: Seen, busy: Sequence[str], idle: Sequence[str]) -> str | None:
+def bound(run: RunMetrics, busy: Sequence[str], idle: Sequence[str]) -> str | None:
     """Return a text if one of ``busy`` works all the time, and every one of ``idle`` less than half of it."""
-    worst = max(busy, key=lambda name: seen.newest.get(name, 0.0))
-    others = [seen.newest[name] for name in idle if name in seen.newest]
-    if seen.newest.get(worst, 0.0) < 0.9 or not others or max(others) > 0.5:
+    worst = max(busy, key=lambda name: run.newest.get(name, 0.0))
+    others = [run.newest[name] for name in idle if name in run.newest]
+    if run.newest.get(worst, 0.0) < 0.9 or not others or max(others) > 0.5:
         return None
-    return f"{worst}: {seen.newest[worst]:.0%}, while {' and '.join(idle)} wait more than half of the time"
+    return f"{worst}: {run.newest[worst]:.0%}, while {' and '.join(idle)} wait more than half of the time"
 
 
-def ratios_off(seen: Seen) -> str | None:
-    if not seen.above("updates/v", UPDATES):
+def ratios_off(run: RunMetrics) -> str | None:
+    if not run.above("updates/v", UPDATES):
         return None
-    wanted = {name: value for name, value in configured(seen.settings).items() if name in seen.newest and value > 0}
-    off = {name: value for name, value in wanted.items() if abs(seen.newest[name] / value - 1) > OFF}
-    return "; ".join(f"{name}: {seen.newest[name]:.4g}, configured: {value:.4g}" for name, value in off.items()) or None
+    wanted = {name: value for name, value in configured(run.settings).items() if name in run.newest and value > 0}
+    off = {name: value for name, value in wanted.items() if abs(run.newest[name] / value - 1) > OFF}
+    return "; ".join(f"{name}: {run.newest[name]:.4g}, configured: {value:.4g}" for name, value in off.items()) or None
 
 
-def growing_memory(seen: Seen) -> str | None:
+def growing_memory(run: RunMetrics) -> str | None:
     """Memory grows until the end of the run, though replay was full by the middle of it."""
-    steps, capacity = seen.series.get("steps/env", ()), seen.settings.get("replay.capacity")
+    steps, capacity = run.series.get("steps/env", ()), run.settings.get("replay.capacity")
     for name in ("memory/host_gib", "memory/gpu_gib"):
-        values = seen.series.get(name, ())
+        values = run.series.get(name, ())
         half = len(values) // 2
         if len(values) < ENOUGH or (isinstance(capacity, int) and steps and steps[len(steps) // 2] < capacity):
             continue
@@ -166,26 +166,26 @@ def growing_memory(seen: Seen) -> str | None:
     return None
 
 
-def dropped(seen: Seen) -> str | None:
+def dropped(run: RunMetrics) -> str | None:
     names = {
         "env/dropped": "rows were left out, since they were not finite",
         "replay/bootstrap_lost": "time limits had no final observation",
     }
-    texts = [f"{name}: {seen.newest[name]:,.0f} {what}" for name, what in names.items() if seen.above(name, 0)]
+    texts = [f"{name}: {run.newest[name]:,.0f} {what}" for name, what in names.items() if run.above(name, 0)]
     return "; ".join(texts) or None
 
 
-def skipped(seen: Seen) -> str | None:
+def skipped(run: RunMetrics) -> str | None:
     for name, whose in (("skipped/v", "critic's"), ("skipped/p", "policy's")):
-        if seen.above(name, 0):
-            share = seen.newest[name]
+        if run.above(name, 0):
+            share = run.newest[name]
             return f"{name}: {share:.0%} of the {whose} updates were left out, since their gradients were not finite"
     return None
 
 
-def lost_actors(seen: Seen) -> str | None:
+def lost_actors(run: RunMetrics) -> str | None:
     texts = []
-    actors, lags = seen.series.get("remote/actors", ()), seen.series.get("lag/rows_max", ())
+    actors, lags = run.series.get("remote/actors", ()), run.series.get("lag/rows_max", ())
     if actors and actors[-1] < max(actors):
         texts.append(f"remote/actors: {actors[-1]:.0f}, there were {max(actors):.0f}")
     if len(lags) >= ENOUGH:
@@ -196,76 +196,76 @@ def lost_actors(seen: Seen) -> str | None:
 
 
 SYMPTOMS = {
-    1: Known(
+    1: Detector(
         "The return stays flat from the start",
         flat,
         "check the simulator (pql doctor --env NAME); more updates (algo.v_per_step, a longer budget); then scale "
         "rewards (algo.normalize_reward=true algo.return_cap=5)",
     ),
-    2: Known(
+    2: Detector(
         "Actions are saturated, the policy is frozen",
         frozen,
         "algo.policy.saturation_penalty=0.01 (pql, pql_d, ddpg, td3), a smaller algo.policy.lr, or a larger action "
         "scale of the task",
     ),
-    3: Known(
+    3: Detector(
         "Values explode",
         exploding,
         "a smaller algo.critic.tau, algo.critic.target=min, algo.critic.layer_norm=true, normalised rewards, or a "
         "categorical critic (algo.critic.atoms=51 algo.critic.v_min=-10 algo.critic.v_max=10)",
     ),
-    4: Known(
+    4: Detector(
         "Values of a categorical critic do not move, or are cut off",
         cut_off,
         "a wider support (algo.critic.v_min, algo.critic.v_max), or algo.normalize_reward=true algo.return_cap=5, with "
         "which returns fit -5 to 5",
     ),
-    5: Known(
+    5: Detector(
         "Returns rise and then collapse",
         collapsed,
         "smaller learning rates, a smaller algo.critic.tau, a larger algo.batch_size or replay.capacity, "
         "algo.lr_schedule=cosine; checkpoints/best keeps the best evaluation",
     ),
-    10: Known(
+    10: Detector(
         "PPO learns nothing",
         no_values,
         "algo.init_std, algo.epochs, algo.minibatches, algo.normalize_reward=true",
     ),
-    12: Known(
+    12: Detector(
         "The collector limits the speed",
         collector_bound,
         "fewer environments, a faster simulator (task.model=fast, task.kwargs.engine=warp on a GPU), "
         "placement.groups=2; more updates (algo.v_per_step) then cost little time",
     ),
-    13: Known(
+    13: Detector(
         "A learner limits the speed",
         learner_bound,
         "smaller networks and batches, a smaller algo.v_per_step, algo.amp=true on a GPU, placement.threads.v",
     ),
-    16: Known(
+    16: Detector(
         "Update ratios are not what was configured",
         ratios_off,
         "with remote actors, whose ticks may end early, a longer task.kwargs.wait",
     ),
-    17: Known(
+    17: Detector(
         "Rows are dropped",
         dropped,
         "the simulator: RUN/dumps replays a failure; it should return final observations at time limits. A few dropped "
         "rows in a million do no harm",
     ),
-    18: Known(
+    18: Detector(
         "Updates are skipped",
         skipped,
         "as for exploding values: a smaller algo.critic.tau, algo.critic.layer_norm=true, normalised rewards; without "
         "algo.amp=true",
     ),
-    19: Known(
+    19: Detector(
         "Memory grows, or does not suffice",
         growing_memory,
         "smaller replay.capacity and num_envs, fewer stored observation groups; a simulator that leaks is seen in a "
         "process of its own (task.process.python)",
     ),
-    21: Known(
+    21: Detector(
         "Actors are late or lost",
         lost_actors,
         "task.kwargs.wait, task.kwargs.step_seconds, more environments per actor",
@@ -280,8 +280,8 @@ def symptoms(rows: Sequence[Row], settings: Mapping[str, Any]) -> list[Symptom]:
     for row in rows:
         for name, value in row.items():
             series.setdefault(name, []).append(value)
-    seen = Seen({name: values[-1] for name, values in series.items()}, series, settings)
-    texts = {section: known.check(seen) for section, known in SYMPTOMS.items()}
+    run = RunMetrics({name: values[-1] for name, values in series.items()}, series, settings)
+    texts = {section: known.check(run) for section, known in SYMPTOMS.items()}
     return [
         Symptom(section, text, SYMPTOMS[section].remedy, anchor(section)) for section, text in texts.items() if text
     ]

@@ -6,7 +6,7 @@ from typing import Any
 from pql.errors import ConfigError
 
 
-def several(callbacks: Any) -> list[Callable[..., Any]]:
+def as_callbacks(callbacks: Any) -> list[Callable[..., Any]]:
     """Return one or several callbacks as a list.
 
     Raises:

@@ -292,7 +292,7 @@ class Ranks:
     def _last_words(self, mine: str) -> list[str]:
         """Publish ``mine``, this rank's error if any, and return the outcome of the others."""
         found, missing = [], set(range(self.size)) - {self.rank}
-        until = time.monotonic() + deadlines.LAST_WORDS
+        until = time.monotonic() + deadlines.LAST_MESSAGE
         try:
             _store.set(f"{self._name}/{self.rank}", mine)
             while missing and time.monotonic() < until:

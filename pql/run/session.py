@@ -22,7 +22,7 @@ from pql.engine.interrupt import Interrupt
 from pql.engine.watchdog import Watchdog, watching
 from pql.errors import ConfigError, PqlWarning, RunError, first_line
 from pql.run.build import build
-from pql.run.callbacks import several
+from pql.run.callbacks import as_callbacks
 from pql.run.components import Parts
 from pql.run.evaluation import Evaluation, EvaluationReport, Evaluator, StoppedError, check_acting_epsilon, run_episodes
 from pql.run.flight_recorder import dumping
@@ -81,7 +81,7 @@ class Session:
         console: Console | None = None,
         claim: Claim | None = None,
     ):
-        self.config, self.callbacks, self.given_env = config, several(callbacks), env
+        self.config, self.callbacks, self.given_env = config, as_callbacks(callbacks), env
         self.interrupt = interrupt or Interrupt()
         self.ranks = Ranks(config)
         self.console = console
@@ -96,7 +96,7 @@ class Session:
         self.stop, self.seconds, self.best = False, 0.0, float("-inf")
         self.last_eval: Evaluation | None = None
         self.prefilled = 0  # transitions in the replay at the start
-        self._rarer = 1  # factor of the interval between rows
+        self._log_stretch = 1  # factor of the interval between rows
         self._ending = False  # all ranks have agreed to end
         self._failed: RunError | None = None  # error of an evaluation, with which the run ends after saving
         self._resumed, self._ready = resume, False  # warm-up done
@@ -361,9 +361,9 @@ class Session:
         if what != "log":
             return 1
         now = log.stretch(self.run_dir)
-        if now > self._rarer:
+        if now > self._log_stretch:
             self.say(f"metrics.jsonl is large: rows every {now * self.config.logger.every_seconds:g} s from now on")
-        self._rarer = now
+        self._log_stretch = now
         return now
 
     def _over(self) -> bool:

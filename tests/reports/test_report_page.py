@@ -329,6 +329,13 @@ def test_labels_at_the_ends_do_not_touch():
     assert all(b - a >= 0.1 - 1e-9 for a, b in itertools.pairwise(got))
 
 
+def test_long_labels_that_differ_at_their_ends_stay_different():
+    assert draw.clip("pql_sac, 20 letters!") == "pql_sac, 20 letters!"
+    labels = [draw.clip(f"pql2 policy.hidden=[128,128] seed={seed}") for seed in (1, 2)]
+    assert labels == ["pql2 poli…28] seed=1", "pql2 poli…28] seed=2"]
+    assert {len(label) for label in labels} == {20}
+
+
 # -- commands -------------------------------------------------------------------------------------------------------
 
 
