@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import faulthandler
 import json
 import os
 import shlex
@@ -19,7 +18,7 @@ from typing import Any, NoReturn
 
 from pql import __version__
 from pql.cli.api import launch
-from pql.engine import deadlines
+from pql.engine import crash, deadlines
 from pql.engine.world import world
 from pql.errors import ConfigError, HungError, PqlError, PqlWarning, RunError, first_line, nearest, with_cause
 from pql.remote.actor import command as actor_command
@@ -62,12 +61,16 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "export": ("--trust",),
 }
 """Options that may stand anywhere among a command's words."""
+CRASHING = ("train", "resume", "eval", "play", "export", "actor")
+"""Commands that run native code of simulators and drivers."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status (docs/troubleshooting.md, How a command ends)."""
     words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
-    show_crashes()
+    if words[0] in CRASHING:
+        crash.report_crashes(speaker())
+        crash.name_thread("the main thread")
     plain, warnings.formatwarning = warnings.formatwarning, _format_warning
     try:
         if words and not words[0].startswith("-") and words[0] not in COMMANDS:
@@ -127,13 +130,6 @@ def presets_as_setting(words: Sequence[str]) -> list[str]:
         else:
             out.append(word.removeprefix("--") if word.partition("=")[0] in names and "=" in word else word)
     return out
-
-
-def show_crashes() -> None:
-    """Enable stack dumps of all threads for crashes in native code, unless they are enabled already."""
-    if not faulthandler.is_enabled():
-        with contextlib.suppress(OSError, ValueError, RuntimeError, AttributeError):  # standard error is not a file
-            faulthandler.enable()
 
 
 @contextlib.contextmanager

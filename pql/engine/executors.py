@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from pql.engine import deadlines
+from pql.engine import crash, deadlines
 from pql.engine.deadlines import Limit, idle_get
 from pql.engine.watchdog import stacks, watching
 from pql.errors import HungError, RunError, first_line, with_cause
@@ -106,6 +106,7 @@ class Threads:
             thread.start()
 
     def _loop(self, name: str, owner: threading.Thread) -> None:
+        crash.name_thread(f"worker {name}")
         while (jobs := idle_get(self.inbox[name], owner)) is not None:
             seconds = 0.0
             try:

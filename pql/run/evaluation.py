@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pql.contract.env import Discrete, EnvSpec, VecEnv, make_ready
-from pql.engine import deadlines, watchdog
+from pql.engine import crash, deadlines, watchdog
 from pql.engine.deadlines import Limit, idle_get, start_limit, step_limit
 from pql.engine.graph import clone_state
 from pql.engine.placement import set_precision
@@ -252,6 +252,7 @@ class Evaluator:
         return True
 
     def _loop(self, owner: threading.Thread) -> None:
+        crash.name_thread("the evaluator")
         torch.set_num_threads(1)
         while (counters := idle_get(self._inbox, owner)) is not None:
             outcome: Evaluation | BaseException

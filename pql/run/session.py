@@ -16,7 +16,7 @@ from pql.config.trust import names_foreign_code
 from pql.contract.env import VecEnv
 from pql.contract.optional import Measured, Resumable, WithEvaluation, supports
 from pql.contract.spec_json import spec_to_dict
-from pql.engine import deadlines
+from pql.engine import crash, deadlines
 from pql.engine.deadlines import start_limit, step_limit
 from pql.engine.interrupt import Interrupt
 from pql.engine.watchdog import Watchdog, watching
@@ -210,6 +210,7 @@ class Session:
     def _hold(self, opened: ExitStack, claim: Claim) -> Path:
         """Hold the claim of the run directory until ``opened`` is closed."""
         self._held = opened.enter_context(claim)
+        crash.name_run(claim.path)
         return claim.path
 
     def _load(self) -> int:

@@ -43,10 +43,11 @@ class Runs:
         self.left.append(begin(["train", *made], self.log, permitted))
         return self.left[-1]
 
-    def wait_for(self, condition, process: BaseProcess, seconds: float = 60.0) -> None:
+    def wait_for(self, condition, process: BaseProcess | None = None, seconds: float = 60.0) -> None:
+        """Wait while ``process``, if there is one, is alive."""
         end = time.monotonic() + seconds
         while not condition():
-            assert process.is_alive(), self.said()
+            assert process is None or process.is_alive(), self.said()
             assert time.monotonic() < end, self.said()
             time.sleep(0.005)
 
@@ -116,8 +117,12 @@ def test_a_crash_in_native_code_shows_the_stacks_of_all_threads_and_the_run_resu
     runs.wait_for(Path(f"{runs.folder}.mark").exists, process, 200)
     process.join(ENDS)
     assert process.exitcode == -number, runs.said()
+    cause = ("Aborted", "Segmentation fault")[how == "read"]
+    who = "a thread of a library" if how == "thread" else "worker collector"
+    last = f"pql: {who} crashed: {cause}; its stack is above; continue with: pql resume {runs.folder}\n"
+    runs.wait_for(lambda: runs.said().endswith(last), seconds=5)
     said = runs.said()
-    assert f"Fatal Python error: {('Aborted', 'Segmentation fault')[how == 'read']}\n" in said
+    assert f"Fatal Python error: {cause}\n" in said
     assert "Current thread 0x" in said
     assert " in step\n" in said or how == "thread"
     assert "env_slice.py" in said  # the collector's frames

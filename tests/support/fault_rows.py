@@ -83,7 +83,7 @@ ROWS = {
     26: Row("errors of graphs", "replay equals eager; noise differs and repeats after reseeding", 100),
     27: Row("races of streams and threads", "equal bits under random delays", 50),
     28: Row("a learner rank is killed", "the others exit within 60 s and the run resumes", 50),
-    29: Row("native crash in this process", "stacks of all threads; resume works", 20),
+    29: Row("native crash in this process", "stacks of all threads, the last line names the worker; resume works", 20),
     30: Row("a hang anywhere else", "named within its deadline; Ctrl-C ends within 2 s", 20, PLACES),
     31: Row("hostile files", "refused in one line, within 2 s and 200 MB; nothing executed or resolved", 20, ARTEFACTS),
     32: Row("two processes in one run directory", "exactly one runs", 50),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pql.engine import deadlines
+from pql.engine import crash, deadlines
 from pql.engine.deadlines import Limit, answer_of, idle_get
 from pql.engine.placement import host_memory
 from pql.engine.watchdog import Watch, watching
@@ -129,6 +129,7 @@ class Saver:
             self._thread.join(deadlines.SAVE if patience is None else patience)
 
     def _work(self, owner: threading.Thread) -> None:
+        crash.name_thread("the writer of checkpoints")
         while (job := idle_get(self._jobs, owner)) is not None:
             with watching(f"writing {job[0]}", self.limit, polled=True) as self._watch:
                 outcome = self._run(*job)
