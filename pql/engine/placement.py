@@ -111,15 +111,19 @@ def set_precision(place: PlacementConfig) -> None:
     cudnn.deterministic = True  # else convolutions' gradients differ from run to run
 
 
-def keep_freed_memory() -> None:
+def keep_freed_memory(most: int = 1 << 30) -> None:
     """Configure glibc's allocator to keep freed memory: otherwise an update's temporaries (about 0.5 MiB each) return
-    to the kernel every time, and fault in again page by page. Without glibc this does nothing."""
+    to the kernel every time, and fault in again page by page. Without glibc this does nothing.
+
+    Args:
+        most: bytes that the end of each thread's heap keeps (heaps but the first have 64 MiB in all).
+    """
     m_mmap_threshold, m_trim_threshold, m_top_pad = -3, -1, -2
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(m_mmap_threshold, 32 << 20)  # the largest it accepts
-        mallopt(m_trim_threshold, 1 << 30)
-        mallopt(m_top_pad, 64 << 20)
+        mallopt(m_trim_threshold, most)
+        mallopt(m_top_pad, min(most // 2, 64 << 20))
 
 
 def host_memory() -> int:

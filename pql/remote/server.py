@@ -19,6 +19,7 @@ import grpc.aio
 
 from pql.engine import deadlines
 from pql.engine.deadlines import Limit
+from pql.engine.placement import keep_freed_memory
 from pql.errors import ConfigError
 from pql.remote import protocol as wire
 from pql.remote.descriptors import connection_limit
@@ -48,7 +49,6 @@ SILENT = (
     ("grpc.max_connection_idle_ms", int(1000 * deadlines.HELLO)),
 )
 SIZES = (("grpc.max_receive_message_length", wire.LARGEST), ("grpc.max_send_message_length", wire.LARGEST))
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 OPTIONS = (*KEEPALIVE, *WAITING, *SILENT, *SIZES, ("grpc.so_reuseport", 0))
 
 OFFERED = ("obs", "action", "max_episode_steps", "autoreset", "final_obs", "log")  # must be equal for all actors
@@ -107,7 +107,8 @@ class ActorServer:
         self.token, self.facts, self.known = token, dict[str, Any](), threading.Event()
         self.tell = tell or say_server
         self._trims = 0  # still to come
-        return_memory_when_freed()
+        # malloc_trim does not reach the ends of heaps, where large messages would stay. Less would slow down training.
+        keep_freed_memory(8 << 20)
         self.credentials = check_safe(address, token, cert, key)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="pql-remote-server", daemon=True)
@@ -273,16 +274,6 @@ def return_memory() -> None:
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
 
-
-def return_memory_when_freed() -> None:
-    """Let glibc return memory at the end of a thread's heap as soon as it is freed.
-
-    ``malloc_trim`` leaves it there, up to 64 MB a heap once the program has freed a large tensor. The limit of ``mmap``
-    is the one that glibc itself reaches by then: a smaller one makes tensors of the training slow.
-    """
-    if setting := getattr(ctypes.CDLL(None), "mallopt", None):
-        setting(M_TRIM_THRESHOLD, 1 << 20)
-        setting(M_MMAP_THRESHOLD, 32 << 20)
 
 
 def say_server(line: str) -> None:

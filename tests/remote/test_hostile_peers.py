@@ -18,6 +18,7 @@ import torch
 from remotes import Raw, quiet, remote, wait_until
 
 from pql.engine import deadlines
+from pql.engine.placement import keep_freed_memory
 from pql.errors import ConfigError, RunError
 from pql.remote import protocol as wire
 from pql.remote.actor.client import ActorClient
@@ -169,12 +170,6 @@ def resident():
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-def use_memory():
-    """Allocate and free a large tensor, as training does: glibc then keeps up to 64 MB in each thread's heap."""
-    for megabytes in (1, 4, 16, 30):
-        torch.empty(megabytes << 20, dtype=torch.uint8).fill_(1)
-
-
 @pytest.mark.fault(35, count=20)
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the memory in use from Linux's /proc")
 def test_the_largest_garbage_of_admitted_actors_leaves_nothing_and_disturbs_no_one(address, trial, request):
@@ -185,9 +180,7 @@ def test_the_largest_garbage_of_admitted_actors_leaves_nothing_and_disturbs_no_o
     script = [sys.executable, attackers.__file__, *map(str, words)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     action = torch.zeros(2 + 2 * cases, 2)
-    with ThreadPoolExecutor(8) as pool:
-        for _ in range(8):
-            pool.submit(use_memory)
+    keep_freed_memory()  # as every run does
     with remote(address, [counters()], 2 + 2 * cases) as env:
         env.reset(0)
         good = env.table.peers[0]
