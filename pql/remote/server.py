@@ -275,7 +275,6 @@ def return_memory() -> None:
         trim(0)
 
 
-
 def say_server(line: str) -> None:
     """Print a message to stderr."""
     print(f"pql: {line}", file=sys.stderr, flush=True)

@@ -9,7 +9,7 @@ import atexit
 import hashlib
 import itertools
 import os
-import time
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -291,20 +291,29 @@ class Ranks:
 
     def _last_words(self, mine: str) -> list[str]:
         """Publish ``mine``, this rank's error if any, and return the outcome of the others."""
-        found, missing = [], set(range(self.size)) - {self.rank}
-        until = time.monotonic() + deadlines.LAST_MESSAGE
-        try:
-            _store.set(f"{self._name}/{self.rank}", mine)
-            while missing and time.monotonic() < until:
-                for rank in sorted(missing):
-                    if _store.check([f"{self._name}/{rank}"]):
-                        missing.discard(rank)
-                        if said := _store.get(f"{self._name}/{rank}").decode():
-                            found.append(f"rank {rank} failed: {said}")
-                time.sleep(0.02)
-        except RuntimeError:  # the rank that hosts the store has ended
-            return found or ["rank 0 has ended"]
-        return found + [f"rank {rank} has ended, or hangs" for rank in sorted(missing)]
+        others, said, ended = set(range(self.size)) - {self.rank}, dict[int, str](), threading.Event()
+
+        def exchange() -> None:
+            try:
+                _store.set(f"{self._name}/{self.rank}", mine)
+                while len(said) < len(others) and not ended.is_set():
+                    for rank in sorted(others - {*said}):
+                        if _store.check([f"{self._name}/{rank}"]):
+                            said[rank] = _store.get(f"{self._name}/{rank}").decode()
+                    ended.wait(0.02)
+            except RuntimeError:  # the rank that hosts the store has ended
+                lost.append("rank 0 has ended")
+
+        # A thread: calls of a store whose host hangs return neither at their timeout nor on Ctrl-C.
+        lost = list[str]()
+        thread = threading.Thread(target=exchange, name="pql-last-message", daemon=True)
+        thread.start()
+        thread.join(deadlines.LAST_MESSAGE)
+        ended.set()
+        found = [f"rank {rank} failed: {text}" for rank, text in sorted(said.items()) if text]
+        if lost:
+            return found or lost
+        return found + [f"rank {rank} has ended, or hangs" for rank in sorted(others - {*said})]
 
     def close(self) -> None:
         """Destroy the process groups of this run."""

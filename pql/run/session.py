@@ -499,6 +499,10 @@ class Session:
             self._failed = RunError(f"the evaluator failed: {first_line(result)}")
             self._failed.__cause__ = result
             return
+        if not result.returns:  # all remote actors left, or Ctrl-C came before the first episode ended
+            if not self.interrupted:
+                self.warn("an evaluation has no result: none of its episodes ended")
+            return
         self.last_eval = result
         self._write(
             {
@@ -523,13 +527,19 @@ class Session:
                 self._wait_for_evaluator()
         if not self.config.eval.final or self.interrupted or not self.ranks.first or self._failed is not None:
             return None
+        before = self.last_eval
         if self.evaluator:
             with self.doing("evaluation", self._episodes):
                 self._request_evaluation()
                 self._wait_for_evaluator()
         else:
             self._evaluate_here()
-        return None if self.interrupted else self.last_eval
+        if self.interrupted or self._failed is not None:
+            return None
+        if self.last_eval is before:
+            self.archive.missing["the final evaluation"] = "none of its episodes ended; pql eval repeats it"
+            return None
+        return self.last_eval
 
     def _evaluate_here(self) -> None:
         """Evaluate on the training environments."""
@@ -542,10 +552,8 @@ class Session:
                 outcome = run_episodes(
                     env, policy, seed, epsilon=epsilon, staggered=staggered(self.config), ended=ended.append
                 )
-        if outcome.returns and not self.interrupted:
+        if not self.interrupted:
             self._record(EvaluationReport(self._now(), policy.state_dict(), outcome))
-        elif not self.interrupted:
-            self.warn("the last evaluation has no result: no episode ended, because all remote actors were lost")
 
     def _episodes(self) -> str:
         """Progress of the evaluator."""

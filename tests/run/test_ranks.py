@@ -373,24 +373,28 @@ def test_a_file_of_transitions_is_shared_out(both: Pair, tmp_path):
 # -- failures -------------------------------------------------------------------------------------------------------
 
 
-class Faulty:
-    """Counter, which ends its process, or fails, on rank 1 at step ``at``, unless ``mark`` exists; it is made then."""
+SIGNALS = {"die": signal.SIGKILL, "stop": signal.SIGSTOP}
 
-    def __init__(self, num_envs, device, how="raise", at=30, mark=None):
+
+class Faulty:
+    """Counter, which ends its process, or fails, on a rank at step ``at``, unless ``mark`` exists; it is made then."""
+
+    def __init__(self, num_envs, device, how="raise", at=30, mark=None, rank=1):
         from pql.envs.toy import Counter
 
         self.env, self.how, self.at, self.mark, self.steps = Counter(num_envs, device), how, at, mark, 0
+        self.rank = rank
         self.spec, self.reset, self.close = self.env.spec, self.env.reset, self.env.close
 
     def step(self, action):
         self.steps += 1
-        if self.steps == self.at and world().rank == 1 and not (self.mark and Path(self.mark).exists()):
+        if self.steps == self.at and world().rank == self.rank and not (self.mark and Path(self.mark).exists()):
             if self.mark:
                 Path(self.mark).touch()
             if self.how == "raise":
                 raise ValueError("the simulator broke")
-            if self.how == "die":
-                os.kill(os.getpid(), signal.SIGKILL)
+            if self.how in SIGNALS:
+                os.kill(os.getpid(), SIGNALS[self.how])
             time.sleep(1000)
         return self.env.step(action)
 
@@ -404,12 +408,13 @@ def failing(run_dir: str, how: str) -> None:
     run(*words(Path(run_dir), "budget.env_steps=3200", *more))
 
 
-def killed(run_dir: str, mark: str, at: int, device: str = "cpu") -> None:
+def killed(run_dir: str, mark: str, at: int, rank: int = 1, how: str = "die", device: str = "cpu") -> None:
     from pql.contract.registry import register
 
     register("faulty_rank", Faulty)
-    how = ("task.kwargs.how=die", f"task.kwargs.mark={mark}", f"task.kwargs.at={at}", "checkpoint.every_seconds=0.05")
-    more = ("placement.watchdog_seconds=200", f"device={device}")
+    how = (f"task.kwargs.how={how}", f"task.kwargs.mark={mark}", f"task.kwargs.at={at}", f"task.kwargs.rank={rank}")
+    limit = f"placement.watchdog_seconds={4 if 'stop' in how[0] else 200}"
+    more = ("checkpoint.every_seconds=0.05", limit, f"device={device}")
     run(*words(Path(run_dir), "budget.env_steps=32000", "task=env", "task.name=faulty_rank", *how, *more))
 
 
@@ -423,20 +428,33 @@ def resumed(run_dir: str, mark: str) -> int:
 
 @pytest.mark.fault(28, count=50)
 def test_a_killed_rank_ends_the_other_within_a_minute_and_the_run_resumes(tmp_path, trial):
-    """At a random moment, with kill -9; resumed after every tenth of them."""
-    folder, mark = str(tmp_path / "run"), str(tmp_path / "mark")
+    """At a random moment, with kill -9, every other time the rank that hosts the store; resumed after every tenth."""
+    folder, mark, rank = str(tmp_path / "run"), str(tmp_path / "mark"), 1 - trial % 2
     with pair() as two:
-        two.ask(killed, folder, mark, 60 + random.Random(trial).randrange(100))
-        two.processes[1].join(PATIENCE)
-        assert two.processes[1].exitcode == -signal.SIGKILL
+        two.ask(killed, folder, mark, 60 + random.Random(trial).randrange(100), rank)
+        two.processes[rank].join(PATIENCE)
+        assert two.processes[rank].exitcode == -signal.SIGKILL
         begun = time.monotonic()
-        kind, told = two.answer(0)
+        kind, told = two.answer(1 - rank)
         assert time.monotonic() - begun < 60
     assert kind == "RunError"
-    assert "rank 1 has ended, or hangs" in told
+    assert f"rank {rank} has ended" in told
     if trial % 10 == 1:
         with pair() as again:
             assert again(resumed, folder, mark) == [3200, 3200]
+
+
+@pytest.mark.fault(28)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_rank_ends_the_other_within_a_minute(tmp_path, rank):
+    """Also the one that hosts the store, whose calls then do not return."""
+    with pair() as two:
+        two.ask(killed, str(tmp_path / "run"), str(tmp_path / "mark"), 100, rank, "stop")
+        kind, told = two.answer(1 - rank)
+        for process in two.processes:
+            process.kill()
+    assert kind == "RunError"
+    assert f"rank {rank} has ended" in told
 
 
 @pytest.mark.gpu
@@ -445,7 +463,7 @@ def test_a_killed_rank_ends_the_other_within_a_minute_and_the_run_resumes(tmp_pa
 def test_a_killed_rank_with_nccl_ends_the_other_within_a_minute_and_the_run_resumes(tmp_path):
     folder, mark = str(tmp_path / "run"), str(tmp_path / "mark")
     with pair() as two:
-        two.ask(killed, folder, mark, 100, "cuda")
+        two.ask(killed, folder, mark, 100, 1, "die", "cuda")
         two.processes[1].join(PATIENCE)
         assert two.processes[1].exitcode == -signal.SIGKILL
         begun = time.monotonic()

@@ -555,12 +555,17 @@ def test_interrupting_a_final_evaluation_before_its_first_row_is_no_error(tmp_pa
     assert not any("eval/return_mean" in row for row in rows(tmp_path))
 
 
-def test_a_final_evaluation_without_an_episode_is_reported(tmp_path, monkeypatch):
-    """All remote actors were lost in it: the run has succeeded, and says that this result is missing."""
-    monkeypatch.setattr("pql.run.session.run_episodes", lambda *_, **__: Evaluation([], []))
-    with pytest.warns(PqlWarning, match="the last evaluation has no result: no episode ended"):
-        summary = Session(compose(words(tmp_path, "eval.final=true")), env=Counter(16, "cpu"), quiet=True).train()
-    assert (summary.env_steps, summary.return_mean, summary.interrupted) == (320, None, False)
+@pytest.mark.parametrize("at", ["session", "evaluation"])
+def test_a_final_evaluation_without_an_episode_is_reported(tmp_path, monkeypatch, at):
+    """All remote actors were lost in it: the policy is kept, and the error says what is missing."""
+    monkeypatch.setattr(f"pql.run.{at}.run_episodes", lambda *_, **__: Evaluation([], []))
+    config = compose(words(tmp_path, "eval.final=true"))
+    env = Counter(16, "cpu") if at == "session" else None  # given: evaluated on the training environments
+    lost = r"the final evaluation \(none of its episodes ended; pql eval repeats it\)"
+    with pytest.warns(PqlWarning, match="an evaluation has no result"), pytest.raises(RunError, match=lost):
+        Session(config, env=env, quiet=True).train()
+    assert read_summary(tmp_path)["return_mean"] is None
+    assert (tmp_path / "checkpoints" / "last").is_dir()
     assert not any("eval/return_mean" in row for row in rows(tmp_path))
 
 
