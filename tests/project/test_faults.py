@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import execnet
 import faults
 import pytest
+import torch
 from fault_rows import ROWS, Place, cases_of, chosen, numbers, places_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,12 +104,13 @@ def test_what_a_test_reports_can_be_sent_to_another_process():
     assert sent == [("fault places", [(8, "once")]), ("fault cases", 1)]
 
 
-def run(test, outcome, cases, seconds, *places, commit="abc"):
+def run(test, outcome, cases, seconds, *places, commit="abc", source="s"):
     about = {"places": [list(place) for place in places], "test": test, "outcome": outcome, "cases": cases}
-    return {**about, "seconds": seconds, "commit": commit, "source": "s", "load": 1.5, "why": ""}
+    return {**about, "seconds": seconds, "commit": commit, "source": source, "load": 1.5, "why": ""}
 
 
 RUNS = [
+    run("a", "failed", 3, 1.0, (1, ""), (2, ""), source="older"),
     run("a", "failed", 3, 1.0, (1, ""), (2, "")),
     run("a", "passed", 3, 2.0, (1, ""), (2, "")),
     run("b", "failed", 97, 0.5, (1, "")),
@@ -129,31 +131,41 @@ def log(tmp_path, monkeypatch):
     return log
 
 
-def test_the_table_counts_injected_faults_by_the_last_outcome_of_each_test(log, tmp_path, capsys):
+def test_the_table_counts_injected_faults_by_the_outcomes_with_the_last_sources(log, tmp_path, capsys):
+    """A failure counts although the test passed when it was repeated."""
     assert faults.main(["--table", "--log", str(log), "--page", str(tmp_path / "page.md")]) == 1
     out, err = capsys.readouterr()
     lines = out.splitlines()
-    assert lines[2].endswith("| 100 | 100 (*) | 3 |  | 2.0 | abc |")  # row 1: one test failed
-    assert lines[3].endswith("| 100 | 3 (*) | 3 |  | 2.0 | abc |")  # row 2: fewer than asked for
+    assert lines[2].endswith("| 100 | 103 (*) | 3 |  | 2.0 | abc |")  # row 1: one test failed
+    assert lines[3].endswith("| 100 | 6 (*) | 3 |  | 2.0 | abc |")  # row 2: fewer than asked for
     assert lines[9].endswith("| 50 of 2 forms each | 7 (*) | 7 |  | 0.4 | abc |")
     assert lines[37].endswith("| 10 | 10 | 10 | 1 of 1 | 0.3 | def+, abc |")
-    assert err.startswith("failed: b\nrow 1: 3 of 100\nrow 2: 3 of 100\nrow 3: 0 of 20\n")
+    assert err.startswith("failed: a\nfailed: b\nrow 1: 3 of 100\nrow 2: 3 of 100\nrow 3: 0 of 20\n")
+    assert err.endswith("\n7 tests were last run with other sources (see the commits in the table)\n")
     assert "row 8, twice: 7 of 50\n" in err
     assert "row 36" not in err
     page = (tmp_path / "page.md").read_text()
     assert "| 8 | once | 50 | 60 | 60 | 0.3 |\n| 8 | twice | 50 | 7 (*) | 7 | 0.4 |\n" in page
-    assert "6 tests took 0 minutes in all, several at a time (load average 1.5 in the median, at most 1.5)." in page
+    assert "7 tests took 0 minutes in all, several at a time (load average 1.5 in the median, at most 1.5)." in page
+    assert ("nothing here was measured on a GPU" in page) != torch.cuda.is_available()
 
 
 def test_the_status_is_that_of_the_rows_that_were_asked_for(log):
-    log.write_text("".join(json.dumps(one) + "\n" for one in RUNS if one["test"] not in "b"))
+    log.write_text("".join(json.dumps(one) + "\n" for one in RUNS if one["test"] not in "ab"))
     assert faults.main(["--table", "--log", str(log), "--rows", "36"]) == 0
     assert faults.main(["--table", "--log", str(log), "--rows", "8,36"]) == 1
+
+
+def test_rows_that_do_not_exist_are_refused_in_one_line(capsys):
+    for text in ("37", "x"):
+        with pytest.raises(SystemExit):
+            faults.main(["--rows", text])
+        assert f"error: --rows {text}: expected numbers and ranges from 1 to 36" in capsys.readouterr().err
 
 
 def test_it_is_an_error_to_collect_nothing(monkeypatch):
     for status, out in ((5, "no tests ran"), (0, ""), (2, "tests/x.py::y\nerror")):
         done = subprocess.CompletedProcess([], status, out)
-        monkeypatch.setattr(faults, "pytest", lambda *words, done=done, **more: done)
+        monkeypatch.setattr(faults, "run_pytest", lambda *words, done=done, **more: done)
         with pytest.raises(SystemExit, match="pytest collected"):
             faults.collected()
