@@ -83,8 +83,8 @@ Defects of the library that these tests found, all mended:
   more than about 800 actors at once were cancelled after 30 s.
 * **Row 32**: locks followed links and opened pipes.
 * **Row 35**: refused messages stayed in memory: in the traceback of the refusal, in the allocator after gRPC had freed
-  them late, and at the end of each thread's heap (up to 64 MB), which `malloc_trim` does not return. At most 8 MB of each
-  stay now; a smaller limit makes updates up to 28 % slower.
+  them late, and at the end of each thread's heap (up to 64 MB), which `malloc_trim` does not return. Now at most 8 MB
+  of each stay; a smaller limit makes updates up to 28 % slower.
 """
 
 

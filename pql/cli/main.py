@@ -441,7 +441,8 @@ def run_pull(args: argparse.Namespace) -> int:
 def run_push(args: argparse.Namespace) -> int:
     from pql.run.hub.repo import push
 
-    commit = push(args.path, args.repo, **parse_pairs(args.overrides, COMMANDS["push"]))
+    with within(deadlines.PUSH, "the upload", "an upload"):
+        commit = push(args.path, args.repo, **parse_pairs(args.overrides, COMMANDS["push"]))
     print(f"pushed: pql pull {args.repo} revision={commit}")
     return 0
 

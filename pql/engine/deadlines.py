@@ -84,6 +84,8 @@ CONSOLE = 5.0
 SAVE = 8.0
 # ``pql report`` and ``compare`` for a run or a page, ``pql export`` for a file: seconds each, on a slow disk minutes.
 REPORT, EXPORT = 600.0, 600.0
+# The hub's answer about a repository (its files have the library's own limit: 10 s without data), and an upload.
+HUB, PUSH = 30.0, 3600.0
 # ``git`` and other programs that only describe the machine: without an answer, it is not described.
 PROGRAM = 5.0
 

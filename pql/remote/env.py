@@ -114,6 +114,8 @@ class Remote:
         end = time.monotonic() + self.timeout
         while not self.server.known.wait(max(0.0, min(deadlines.LOOK, end - time.monotonic()))):
             touch()  # this wait has its own time limit
+            if not self.server.alive:
+                raise RunError("the server for remote actors was closed")
             if interrupt.asked():
                 raise KeyboardInterrupt("no actor had connected: nothing to save")
             if time.monotonic() >= end:
@@ -215,7 +217,7 @@ class Together:
             RunError: none has been connected for ``timeout`` seconds, or the table was closed.
         """
         touch()  # this wait has its own time limit
-        if self.table.closed:
+        if self.table.closed or not self.server.alive:
             raise RunError("the server for remote actors was closed")
         if self.table.live:
             return

@@ -166,6 +166,11 @@ class ActorServer:
             task.cancel()
         await asyncio.gather(*rest, return_exceptions=True)
 
+    @property
+    def alive(self) -> bool:
+        """False once its thread has ended, so that no actor's answer can arrive."""
+        return self._thread.is_alive()
+
     def _stop_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=deadlines.WORKER)
@@ -231,7 +236,11 @@ class ActorServer:
         since = time.monotonic()
         try:
             facts = {"actor": peer.number, "step_seconds": self.step.seconds, "start_seconds": self.start.seconds}
-            await context.write(wire.pack_json(wire.WELCOME, peer.run_id, 0, facts))
+            try:
+                async with asyncio.timeout(deadlines.HELLO):
+                    await context.write(wire.pack_json(wire.WELCOME, peer.run_id, 0, facts))
+            except TimeoutError:
+                raise LateError(f"has not read the learner's answer for {deadlines.HELLO:g} s") from None
             while await self._exchange(context, table, peer, await orders.get()):
                 pass
         except LateError as error:

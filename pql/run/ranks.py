@@ -300,7 +300,7 @@ class Ranks:
                     for rank in sorted(others - {*said}):
                         if _store.check([f"{self._name}/{rank}"]):
                             said[rank] = _store.get(f"{self._name}/{rank}").decode()
-                    ended.wait(0.02)
+                    ended.wait(deadlines.LOOK)
             except RuntimeError:  # the rank that hosts the store has ended
                 lost.append("rank 0 has ended")
 

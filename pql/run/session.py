@@ -85,7 +85,8 @@ class Session:
         self.interrupt = interrupt or Interrupt()
         self.ranks = Ranks(config)
         self.console = console
-        with self.ranks.failing_together(), ExitStack() as opened:  # closed again if a later step fails
+        # Closed again if a later step fails.
+        with self._saying_what_is_kept(), self.ranks.failing_together(), ExitStack() as opened:
             self._open(opened, quiet, resume, overrides, claim)
             self.closing = opened.pop_all()
 
@@ -303,6 +304,8 @@ class Session:
         try:
             yield
         except Exception as error:
+            if "checkpoints" not in vars(self) or isinstance(error, ConfigError):  # nothing has changed
+                raise
             run = shlex.quote(str(self.run_dir)) + " --trust" * names_foreign_code(self.config)
             if checkpoint.resume_points(self.checkpoints):
                 error.add_note(f"to continue: pql resume {run}")

@@ -35,6 +35,13 @@ from pql.run.store.saver import Saver
 
 PLAIN = ("get", "join", "wait", "recv", "acquire", "result", "communicate")  # wait for ever if they get no argument
 ALWAYS = ("readline", "readlines", "synchronize")  # take no timeout
+PEERS = {  # objects -> functions that wait for another process, whatever they get
+    ("sock", "socket"): ("recv", "recv_into", "recvfrom", "accept"),
+    ("context",): ("read", "write"),  # of a gRPC stream
+    ("store", "_store"): ("get", "set", "check", "wait"),
+    ("dist",): ("barrier", "monitored_barrier"),
+    ("os",): ("waitpid", "wait", "waitid"),
+}
 STREAMS = ("stream", "stdout", "stderr", "stdin", "pipe", "connection", "sock", "socket", "call")  # iterated: endless
 GIVEN = {  # module or object -> functions that wait for ever without the keyword ``timeout``, whatever else they get
     "subprocess": ("run", "call", "check_call", "check_output"),
@@ -75,6 +82,7 @@ ALLOWED = {
     "run/flight_recorder.py:dump": DEVICE,
     "run/log/sinks.py:collect": DEVICE,
     "run/log/sinks.py:_trim": "lines of a file on the disk",
+    "run/ranks.py:exchange": "the rank that hosts the store; its caller waits for LAST_MESSAGE",
     "run/replicas.py:on_streams": DEVICE,
     "run/store/saver.py:write": DEVICE,
     "engine/graph.py:_tensor": "a type of PyTorch's, no wait",
@@ -85,6 +93,15 @@ ALLOWED = {
 def receiver(node: ast.expr) -> str:
     """Return the last name of the object whose method is called: ``self._poll`` -> ``_poll``."""
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def absent(timeout: ast.expr | None) -> bool:
+    """Return True for no timeout, None, and a negative number."""
+    return (
+        timeout is None
+        or (isinstance(timeout, ast.Constant) and timeout.value is None)
+        or ast.unparse(timeout)[0] == "-"
+    )
 
 
 def waits(call: ast.AST) -> bool:
@@ -105,16 +122,18 @@ def waits(call: ast.AST) -> bool:
         return True
     if name in ("flock", "lockf"):
         return "LOCK_NB" not in ast.unparse(call)
-    if name in GIVEN.get(of, ()):
-        return "timeout" not in keywords
+    if any(of in objects and name in functions for objects, functions in PEERS.items()):
+        return "WNOHANG" not in ast.unparse(call)
+    if name in GIVEN.get(of, ()) and not (of == "asyncio" and name == "wait_for"):
+        return absent(keywords.get("timeout"))
     if of == "select" and name == "select":
-        return len(call.args) < 4
+        return absent(dict(enumerate(call.args)).get(3))
     if name == "poll":
-        return "poll" in of and not call.args
+        return "poll" in of and absent(dict(enumerate(call.args)).get(0))
     if name == "wait_for":
-        return len(call.args) < 2 and "timeout" not in keywords
+        return absent(keywords.get("timeout", dict(enumerate(call.args)).get(1)))
     given = [*call.args, *keywords.values()]
-    endless = not given or all(isinstance(v, ast.Constant) and (v.value is None or v.value is True) for v in given)
+    endless = all(absent(v) or (isinstance(v, ast.Constant) and v.value is True) for v in given)
     return name in PLAIN and endless
 
 
@@ -130,6 +149,8 @@ def calls(source: str) -> list[tuple[str, ast.AST]]:
         where, node = left.pop()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             where = node.name
+        elif isinstance(node, ast.AsyncWith) and "asyncio.timeout(" in ast.unparse(node.items[0]):
+            continue  # everything in it ends in time
         elif isinstance(node, (ast.Call, *LOOPS)):
             found.append((where, node))
         left += [(where, child) for child in ast.iter_child_nodes(node)]
@@ -171,6 +192,18 @@ PLANTED = (
     "urllib.request.urlopen(url)",
     "socket.create_connection(address)",
     "ray.get(reference)",
+    "sock.recv(4096)",
+    "server.socket.accept()",
+    "await context.read()",
+    "await context.write(order)",
+    "self._store.get(name)",
+    "dist.barrier()",
+    "os.waitpid(pid, 0)",
+    "subprocess.run(command, timeout=None)",
+    "asyncio.wait_for(future, None)",
+    "select.select(a, b, c, None)",
+    "self._poll.poll(None)",
+    "lock.acquire(timeout=-1)",
     "await orders.get()",
     "iter(outbox.get, None)",
     "next(self.stream, None)",
@@ -187,6 +220,9 @@ BOUNDED = (
     "thread.join(timeout=deadlines.WORKER)",
     "inbox.get(timeout=1.0)",
     "lock.acquire(timeout=2)",
+    "os.waitpid(pid, os.WNOHANG)",
+    "asyncio.wait_for(future, 1)",
+    "async def f():\n    async with asyncio.timeout(1):\n        await context.read()",
     "process.poll()",
     "self._poll.poll(1000)",
     "changed.wait_for(ready, 1.0)",

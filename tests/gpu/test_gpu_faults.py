@@ -3,6 +3,7 @@
 The rank that is killed while it uses NCCL is in ``tests/run/test_ranks.py``.
 """
 
+import os
 import re
 import subprocess
 import sys
@@ -177,3 +178,16 @@ def test_the_device_s_memory_that_runs_out_is_named_with_sizes_and_the_checkpoin
     assert kept > 0
     steps = 16 * (8 + kept + 4)
     assert resume(tmp_path, f"budget.env_steps={steps}").env_steps == steps
+
+
+@on_gpu
+@pytest.mark.fault(27)
+@pytest.mark.parametrize("algo", ["pql", "ppo"])
+def test_the_streams_of_a_run_have_no_race_that_cuda_s_sanitizer_finds(tmp_path, algo):
+    """Without graphs, whose kernels it does not see."""
+    own = words(tmp_path / "run", "device=cuda", f"algo={algo}", "graphs=off", "budget.env_steps=640")
+    command = [sys.executable, "-m", "pql", "train", *own]
+    sanitized = {**os.environ, "TORCH_CUDA_SANITIZER": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=sanitized)
+    assert done.returncode == 0, done.stderr
+    assert "possible data race" not in done.stderr

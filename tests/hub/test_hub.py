@@ -3,6 +3,8 @@
 import json
 import re
 import shutil
+import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from run_files import run, words
 
 import pql
 from pql.cli.main import main
+from pql.engine import deadlines
 from pql.errors import ConfigError
 from pql.run.hub import repo as hub_repo
 from pql.run.store import checkpoint
@@ -208,6 +211,18 @@ def test_a_mistake_is_one_line(hub, capsys, argv, said):
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.fault(30)
+def test_a_hub_that_says_nothing_is_given_up(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(deadlines, "HUB", 0.5)
+    monkeypatch.chdir(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and never answers
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        before = time.monotonic()
+        assert main(["pull", "me/policy"]) == 2
+    assert time.monotonic() - before < 20
+    assert "repo=me/policy: expected a repository that " in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_without_the_extra_the_command_names_it(monkeypatch, capsys):

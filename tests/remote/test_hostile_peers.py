@@ -23,7 +23,9 @@ from pql.errors import ConfigError, RunError
 from pql.remote import protocol as wire
 from pql.remote.actor.client import ActorClient
 from pql.remote.actor.sims import make_sim
+from pql.remote.env import Remote
 from pql.remote.process.far_build import describe_simulator
+from pql.remote.server import ActorServer
 
 STATUS = grpc.StatusCode
 
@@ -162,6 +164,39 @@ def test_patience_ends_also_while_a_learner_says_nothing(address):
             client.run()
         release.set()
     assert (client.admitted, said) == (0, [])
+
+
+@pytest.mark.fault(24, 30)
+def test_an_actor_that_does_not_read_its_welcome_gives_its_slots_back(address, monkeypatch):
+    """It answers pings; the answer is too large for the buffers on the way."""
+    monkeypatch.setattr(deadlines, "HELLO", 0.5)
+    real = wire.pack_json
+    with remote(address, [counters()], 4) as env:
+        env.reset(0)
+        monkeypatch.setattr(
+            wire, "pack_json", lambda *args: real(*args) + bytes((32 << 20) * (args[0] == wire.WELCOME))
+        )
+        silent = Raw(address)
+        silent.say(real(wire.HELLO, 1, 0, {"spec": describe_simulator(counters().spec), "role": "train"}))
+        wait_until(lambda: env.table.live == 2)
+        wait_until(lambda: env.table.live == 1, 10)
+        assert env.step(torch.zeros(4, 2)).valid.tolist() == [True] * 2 + [False] * 2
+        silent.close()
+
+
+@pytest.mark.fault(6)
+def test_a_server_whose_thread_has_ended_is_an_error_and_no_wait(address, monkeypatch):
+    closed = pytest.raises(RunError, match="the server for remote actors was closed")
+    with remote(address, [counters()], 2) as env:
+        env.reset(0)
+        with monkeypatch.context() as patch:
+            patch.setattr(ActorServer, "alive", False)
+            with closed:
+                env._together.check_alive()
+        assert env.step(torch.zeros(2, 2)).valid.all()
+    monkeypatch.setattr(ActorServer, "alive", False)
+    with closed:
+        Remote(2, listen=address, timeout=100)
 
 
 def resident():

@@ -317,17 +317,19 @@ def test_wrong_words_are_one_line(words, why, tmp_path):
 def test_a_signal_ends_the_wait_for_the_first_actor(tmp_path, capfd, signals):
     """Long before the wait would end by itself, and nothing is left."""
 
+    pressed = []
+
     def press():
         wait_until(Path(tmp_path / "s").exists)
+        pressed.append(time.monotonic())
         for number in signals:
             os.kill(os.getpid(), number)
 
     threading.Thread(target=press).start()
     words = [w for w in WORDS if not w.startswith("task=")]
     words += ["task=remote", f"task.kwargs.listen=unix:{tmp_path}/s", "task.kwargs.timeout=60"]
-    before = time.monotonic()
     assert main(["train", *words, "algo=sac", f"run_dir={tmp_path}/run"]) == 130
-    assert time.monotonic() - before < 50
+    assert time.monotonic() - pressed[0] < 2
     assert capfd.readouterr().err.endswith("pql: interrupted: no actor had connected: nothing to save\n")
     assert not (tmp_path / "run").exists()
 

@@ -562,7 +562,7 @@ def test_the_real_wandb_whose_server_goes_loses_nothing(tmp_path, monkeypatch, s
     with pytest.warns(PqlWarning, match="wandb's server is unreachable"):
         summary = Session(config, quiet=True, callbacks=[watch]).train()
     assert summary.env_steps == 640
-    assert ending[-1] - ending[-2] < 15 + 15  # the latter for a busy machine
+    assert ending[-1] - ending[-2] < 15
     (path,) = (tmp_path / "wandb").glob("run-*/*.wandb")
     written, end = rows(tmp_path), time.monotonic() + 30
     assert len(written) >= 2

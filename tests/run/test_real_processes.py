@@ -207,9 +207,10 @@ def command_of(path: Path) -> bytes:
 @pytest.mark.fault(5, count=20)
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the simulator's process in Linux's /proc")
 def test_a_crash_of_the_simulators_own_process_is_the_last_line(runs, trial):
-    far = ("task=env", "task.name=far_sims:Walk", f"task.process.python={sys.executable}", "task.kwargs.fault=abort")
-    at = 1 + (11 + trial) % 20  # of 20 steps, the first eight of them before the workers start
-    process = begin(["train", *words(runs.folder, *far, f"task.kwargs.at={at}")], runs.log)
+    at = 1 + (100 + 9 * trial) % 180  # the first eight steps are made before the workers start
+    own = f"task.process.python={sys.executable}"
+    far = ("task=env", "task.name=far_sims:Walk", own, "task.kwargs.fault=abort", f"task.kwargs.at={at}")
+    process = begin(["train", *words(runs.folder, *far, *LONG[2:])], runs.log)
     runs.left.append(process)
     alive: list[Path] = []
     runs.wait_for(lambda: alive.extend(simulators(process)) or alive, process, 200)
@@ -217,6 +218,13 @@ def test_a_crash_of_the_simulators_own_process_is_the_last_line(runs, trial):
         time.sleep(0.01)
     process.join(ENDS)
     assert process.exitcode == 1, runs.said()
-    last = r"the simulator's process \d+ \(.*\) was ended by SIGABRT"
-    last = rf"pql: worker collector failed: .*{last}; nothing had been saved" if at > 8 else f"pql: {last}"
-    assert re.fullmatch(last, runs.said().splitlines()[-1]), runs.said()
+    said = runs.said().splitlines()[-1]
+    assert re.search(r"the simulator's process \d+ \(.*\) was ended by SIGABRT", said), runs.said()
+    assert said.startswith("pql: worker collector failed: " if at > 8 else "pql: the simulator's process "), said
+    saved = points(runs.folder)
+    assert saved or at <= 60
+    assert (f"to continue: pql resume {runs.folder}" if saved else "nothing had been saved") in said
+    if saved:
+        done = checkpoint.newest_checkpoint(runs.folder / "checkpoints")[1]["counters"]["steps"]
+        more = (*far[1:3], "checkpoint.every_seconds=null", f"budget.env_steps={16 * (done + 4)}")
+        assert resume(runs.folder, *more).env_steps == 16 * (done + 4)

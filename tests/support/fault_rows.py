@@ -110,11 +110,12 @@ def places_of(item: pytest.Item) -> list[Place]:
         pytest.UsageError: the marks name no row, or a row or form that does not exist.
     """
     marks, given = [*item.iter_markers("fault")], dict(getattr(getattr(item, "callspec", None), "params", {}))
-    repeated = any({"count", "cases"} & {*mark.kwargs} for mark in marks)
+    everywhere = any({"count", "cases"} & {*mark.kwargs} for mark in marks if not mark.args)
     found: dict[int, str | None] = {}
     for mark in marks:
         asked = mark.kwargs.get("form")
         asked = asked(given) if callable(asked) else asked.format(**given) if asked else None
+        repeated = everywhere or {"count", "cases"} & {*mark.kwargs}
         for number in mark.args:
             row = ROWS.get(number)
             if row is None or (asked is not None and asked not in row.forms):

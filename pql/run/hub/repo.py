@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from pql.config import from_dict
 from pql.config.files import JSON_BYTES
 from pql.config.trust import names_foreign_code
+from pql.engine import deadlines
 from pql.errors import ConfigError, first_line
 from pql.run.hub.card import CARD_BYTES, card
 from pql.run.policy import check_finite
@@ -54,7 +55,8 @@ def pull(repo: str, out: str | Path | None = None, revision: str | None = None) 
     if folder.exists():
         raise ConfigError("out", folder, "a new folder")
     hub = _library()
-    info = _asked(repo, lambda: hub.HfApi(endpoint=endpoint()).model_info(repo, revision=revision, files_metadata=True))
+    about = {"revision": revision, "files_metadata": True, "timeout": deadlines.HUB}
+    info = _asked(repo, lambda: hub.HfApi(endpoint=endpoint()).model_info(repo, **about))
     commit = str(info.sha)
     if not COMMIT.fullmatch(commit) or (COMMIT.fullmatch(revision or "") and commit != revision):
         raise ConfigError("revision", revision, f"a commit of {repo}; the hub answers with {commit:.40}")
