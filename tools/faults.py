@@ -81,6 +81,10 @@ Defects of the library that these tests found, all mended:
   first answer.
 * **Row 24**: connections without a token used up the learner's open files, so that it could not save; connections of
   more than about 800 actors at once were cancelled after 30 s.
+* **Row 28**: if rank 0 was stopped, which hosts the store, the other ranks waited for ever. With a real kill of rank 0
+  they ended.
+* **Row 30**: `pql pull` waited for ever for a hub that said nothing; an actor that did not read its welcome kept its
+  slots.
 * **Row 32**: locks followed links and opened pipes.
 * **Row 35**: refused messages stayed in memory: in the traceback of the refusal, in the allocator after gRPC had freed
   them late, and at the end of each thread's heap (up to 64 MB), which `malloc_trim` does not return. Now at most 8 MB
