@@ -29,12 +29,15 @@ sys.path.insert(0, str(ROOT / "tests" / "support"))
 from fault_rows import ROWS, Row, numbers, source, stored  # noqa: E402
 
 NOTES: dict[int, str] = {
+    6: "workers are threads of the test's process; the logger is its tracker's process, without which a run goes on.",
     11: "the stages are killed by the process that saves; kills at random moments of such a process are further tests.",
     19: "each run makes ticks for ten minutes; [long runs](long-runs.md) has slopes of memory.",
     20: "the server of *middle* and *end* is a stand-in that speaks wandb's protocol, and goes away.",
+    22: "pings are sent every 0.25 s instead of every 10 s.",
     24: "2,000 over real streams; the others are frames that the learner's own reader parses. Oversize messages, wrong "
     "versions and tokens are further tests.",
     28: "resumed after every tenth kill; every other time it is rank 0, which hosts the store.",
+    30: "with shortened deadlines; of *first actor* it is the signal that is counted, of the others the deadline.",
     33: "read-only and full: 20 in one process, where calls of the operating system fail, and 5 real processes: on a "
     "disk of 8 MB in memory that another program fills, and in folders without the permission to write.",
 }
