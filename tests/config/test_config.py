@@ -5,6 +5,7 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 from run_files import mutate, words
 
 from pql.config import Config, from_dict, leaves, to_dict
@@ -83,6 +84,15 @@ def test_robots_that_follow_commands_have_presets_of_their_own():
     ]
     assert sizes == [(128, 512), (4096, 8192)]  # of the task's file, at only one scale
     assert compose(["device=cpu", "task=g1_velocity", "task.kwargs.action_scale=1"]).task.kwargs == {"action_scale": 1}
+
+
+def test_a_schedule_of_learning_rates_ends_within_what_optimisers_count():
+    """AdamW counts its steps in float32."""
+    assert torch.tensor(2.0**24) + 1 == 2**24
+    assert compose(["device=cpu", "algo=flashsac", f"algo.lr_updates={2**24}"]).algo.lr_updates == 2**24
+    assert "algo.lr_updates=16777217: expected" in refusal("algo=flashsac", f"algo.lr_updates={2**24 + 1}")
+    why = refusal("algo=flashsac", f"algo.lr_updates={2**23 + 1}", "algo.p_per_v=2")
+    assert "algo.lr_updates=8388609: expected at most 8388608 with algo.p_per_v=2" in why
 
 
 def test_a_task_may_have_sizes_of_its_own_at_a_scale():
