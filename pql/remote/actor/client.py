@@ -141,6 +141,7 @@ class ActorClient:
         self.limits: dict[str, Limit] = {}
         self.stepped = False  # since the last admission
         self._alone_since = time.monotonic()
+        self._limit = 0.0  # of the current wait
 
     def run(self) -> str | None:
         """Connect, and reconnect, until the learner ends the run. Return its reason; None if the actor has left.
@@ -219,16 +220,14 @@ class ActorClient:
 
     def _wait(self) -> float:
         """Return the seconds within which the learner's next message must arrive."""
-        if self.connected:
-            return deadlines.ORDER
-        left = float("inf") if self.patience is None else self._alone_since + self.patience - time.monotonic()
-        return min(deadlines.WELCOME, max(left, 0.0))
+        self._limit = deadlines.ORDER if self.connected else deadlines.WELCOME
+        if self.patience is not None and not self.connected:
+            self._limit = min(self._limit, max(0.0, self._alone_since + self.patience - time.monotonic()))
+        return self._limit
 
     def _silent(self) -> str:
-        if self.connected:
-            return f"the learner has sent no request for {deadlines.ORDER:g} s"
-        longest = float("inf") if self.patience is None else self.patience
-        return f"the learner has not answered this actor for {min(deadlines.WELCOME, longest):g} s"
+        what = "sent no request" if self.connected else "not answered this actor"
+        return f"the learner has {what} for {round(self._limit, 1):g} s"
 
     def _welcome(self, said: Mapping[str, Any]) -> None:
         """Read WELCOME: the actor's number and the learner's time limits, which the watchdog here also applies."""
