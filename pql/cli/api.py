@@ -181,18 +181,22 @@ def launch(
     from pql.run.log.console import announced, opening
     from pql.run.resume import resume_config
     from pql.run.store import run_dir as rundir
+    from pql.run.store.claim import claim as claim_run
 
     options["callbacks"] = as_callbacks(options.get("callbacks", ()))
     resume, alone = run_dir is not None, world().size == 1
     speaks = not quiet and not world().rank
     if run_dir is not None and speaks and rundir.holds_run(run_dir):
         print(f"resumes {run_dir}", flush=True)  # its settings are in a checkpoint, which needs torch
-    config = compose(words, likely_device) if run_dir is None else resume_config(run_dir, words, trust)
-    if not (config.task.live or config.task.process.python or config.task.remote):
-        check_name(config.task.name)
     with ExitStack() as opened:
-        # Several processes agree on a directory first, which needs torch.
-        claim = opened.enter_context(rundir.claim_directory(config, resume)) if alone else None
+        claim = None  # of several processes: they agree on a directory first, which needs torch
+        if run_dir is not None and alone and rundir.holds_run(run_dir):  # before another process may write settings
+            claim = opened.enter_context(claim_run(run_dir))
+        config = compose(words, likely_device) if run_dir is None else resume_config(run_dir, words, trust)
+        if not (config.task.live or config.task.process.python or config.task.remote):
+            check_name(config.task.name)
+        if claim is None and alone:
+            claim = opened.enter_context(rundir.claim_directory(config, resume))
         where = None if claim is None or resume else claim.path
         console = announced(config, where) if speaks else None
         if console:
