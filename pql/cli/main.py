@@ -61,16 +61,15 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "export": ("--trust",),
 }
 """Options that may stand anywhere among a command's words."""
-CRASHING = ("train", "resume", "eval", "play", "export", "actor")
-"""Commands that run native code of simulators and drivers."""
+SIMULATING = ("train", "resume", "eval", "play", "export", "bench", "actor")
+"""Commands that run native code of simulators, whose crashes are reported by a second process."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status (docs/troubleshooting.md, How a command ends)."""
     words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
-    if words[0] in CRASHING:
-        crash.report_crashes(speaker())
-        crash.name_thread("the main thread")
+    crash.report_crashes(speaker() if words[0] in SIMULATING else None)
+    crash.name_thread("the main thread")
     plain, warnings.formatwarning = warnings.formatwarning, _format_warning
     try:
         if words and not words[0].startswith("-") and words[0] not in COMMANDS:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from pql.config.schema import Config
 
 OPTIMIZERS = ("adam", "rmsprop", "rmsprop_tf")
+COUNTABLE = 2**24  # steps; optimisers count them in float32
 
 
 def schedule_setting(default: str) -> Any:
@@ -161,7 +162,7 @@ class ActorCriticConfig(ReplayAlgoConfig):
         1_000_000,
         "Critic updates within which they fall; policy updates: times p_per_v. Optimisers count up to 2^24.",
         low=1,
-        high=2**24,
+        high=COUNTABLE,
         when="lr_schedule=cosine|linear",
     )
     lr_final: float = setting(
@@ -191,10 +192,9 @@ class ActorCriticConfig(ReplayAlgoConfig):
             if net.net is not None and self.policy.encoder == "critic":
                 custom = f"own with the custom network algo.{name}.net={net.net}"
                 raise ConfigError("algo.policy.encoder", "critic", custom)
-        if self.lr_schedule != "constant" and self.lr_updates * self.p_per_v > 2**24:
-            allowed = (
-                f"at most {int(2**24 / self.p_per_v)} with algo.p_per_v={self.p_per_v:g}: optimisers count to 2^24"
-            )
+        if self.lr_schedule != "constant" and self.lr_updates * self.p_per_v > COUNTABLE:
+            most = int(COUNTABLE / self.p_per_v)
+            allowed = f"at most {most} with algo.p_per_v={self.p_per_v:g}: optimisers count up to 2^24"
             raise ConfigError("algo.lr_updates", self.lr_updates, allowed)
         if self.critic.subset is not None and self.critic.subset > self.critic.ensemble:
             allowed = f"at most algo.critic.ensemble={self.critic.ensemble}"

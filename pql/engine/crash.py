@@ -17,17 +17,19 @@ FACT = b"\x01"  # begins a line about this process; the others are faulthandler'
 _pipe: int | None = None  # of this process, as faulthandler itself is
 
 
-def report_crashes(speaker: str = "pql") -> None:
+def report_crashes(speaker: str | None) -> None:
     """Report crashes of this process on standard error, unless faulthandler is enabled already.
 
     Args:
-        speaker: prefix of the last line.
+        speaker: prefix of the last line; None: stacks alone, without a second process.
     """
     global _pipe
     if faulthandler.is_enabled():
         return
     with contextlib.suppress(OSError, ValueError, RuntimeError, AttributeError):  # standard error is not a file
         faulthandler.enable()
+        if speaker is None:
+            return
         read, write = os.pipe()
         with os.fdopen(read, "rb") as source:  # no Ctrl-C: it must outlive this process
             subprocess.Popen([sys.executable or "", "-ES", __file__, speaker], stdin=source, start_new_session=True)

@@ -284,12 +284,12 @@ class Ranks:
                 raise
             hung = self._waited and isinstance(error, HungError)  # the watchdog, in a collective
             reached = hung or _reached(error)
-            found = self._last_words("" if reached else _words(error))
+            found = self._errors_of_others("" if reached else _words(error))
             if not reached or not found:
                 raise
             raise RunError("; ".join(found)) from None
 
-    def _last_words(self, mine: str) -> list[str]:
+    def _errors_of_others(self, mine: str) -> list[str]:
         """Publish ``mine``, this rank's error if any, and return the outcome of the others."""
         others, said, ended = set(range(self.size)) - {self.rank}, dict[int, str](), threading.Event()
 

@@ -18,11 +18,7 @@ FACTS = [b"\x01thread 7f00000000a0 worker v\n", b"\x01thread b0 worker p\n", b"\
 @pytest.mark.parametrize(
     ("facts", "dump", "last"),
     [
-        (
-            FACTS,
-            [DUMP, CURRENT],
-            f"me: worker v {END}; continue with: pql resume /runs/one",
-        ),
+        (FACTS, [DUMP, CURRENT], f"me: worker v {END}; continue with: pql resume /runs/one"),
         (FACTS[1:2], [DUMP, CURRENT], f"me: a thread of a library {END}"),
         ([], [DUMP], f"me: a thread without Python code {END}"),
         (FACTS, [], None),
@@ -36,7 +32,7 @@ def test_the_last_line_names_the_thread_that_crashed_and_the_run(capfdbinary, fa
 
 
 SCRIPT = """
-import faulthandler, os, sys, threading
+import os, sys, threading
 from pql.engine import crash
 
 def work():
@@ -70,9 +66,18 @@ def test_a_process_that_crashes_ends_with_the_line_and_another_silently(tmp_path
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
+def test_a_command_without_a_simulator_has_stacks_and_no_second_process():
+    script = (
+        "import faulthandler, subprocess; from pql.cli.main import main; subprocess.Popen = None; "
+        "main(['list', 'algos']); print(faulthandler.is_enabled())"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.stdout.splitlines()[-1:], done.stderr) == (["True"], "")
+
+
 def test_a_process_with_faulthandler_of_its_own_keeps_it(monkeypatch):
     monkeypatch.setattr(faulthandler, "is_enabled", lambda: True)
     monkeypatch.setattr(subprocess, "Popen", None)
     before = crash._pipe
-    crash.report_crashes()
+    crash.report_crashes("pql")
     assert crash._pipe is before

@@ -412,10 +412,11 @@ def killed(run_dir: str, mark: str, at: int, rank: int = 1, how: str = "die", de
     from pql.contract.registry import register
 
     register("faulty_rank", Faulty)
-    how = (f"task.kwargs.how={how}", f"task.kwargs.mark={mark}", f"task.kwargs.at={at}", f"task.kwargs.rank={rank}")
-    limit = f"placement.watchdog_seconds={4 if 'stop' in how[0] else 200}"
-    more = ("checkpoint.every_seconds=0.05", limit, f"device={device}")
-    run(*words(Path(run_dir), "budget.env_steps=32000", "task=env", "task.name=faulty_rank", *how, *more))
+    kwargs = {"how": how, "mark": mark, "at": at, "rank": rank}
+    faulty = ("task=env", "task.name=faulty_rank", *(f"task.kwargs.{name}={value}" for name, value in kwargs.items()))
+    limit = f"placement.watchdog_seconds={4 if how == 'stop' else 200}"
+    more = ("budget.env_steps=32000", "checkpoint.every_seconds=0.05", limit, f"device={device}")
+    run(*words(Path(run_dir), *faulty, *more))
 
 
 def resumed(run_dir: str, mark: str) -> int:
@@ -435,10 +436,10 @@ def test_a_killed_rank_ends_the_other_within_a_minute_and_the_run_resumes(tmp_pa
         two.processes[rank].join(PATIENCE)
         assert two.processes[rank].exitcode == -signal.SIGKILL
         begun = time.monotonic()
-        kind, told = two.answer(1 - rank)
+        kind, message = two.answer(1 - rank)
         assert time.monotonic() - begun < 60
     assert kind == "RunError"
-    assert f"rank {rank} has ended" in told
+    assert ("rank 1 has ended, or hangs" if rank else "rank 0 has ended") in message
     if trial % 10 == 1:
         with pair() as again:
             assert again(resumed, folder, mark) == [3200, 3200]
@@ -450,11 +451,11 @@ def test_a_stopped_rank_ends_the_other_within_a_minute(tmp_path, rank):
     """Also the one that hosts the store, whose calls then do not return."""
     with pair() as two:
         two.ask(killed, str(tmp_path / "run"), str(tmp_path / "mark"), 100, rank, "stop")
-        kind, told = two.answer(1 - rank)
+        kind, message = two.answer(1 - rank)
         for process in two.processes:
             process.kill()
     assert kind == "RunError"
-    assert f"rank {rank} has ended" in told
+    assert f"rank {rank} has ended, or hangs" in message
 
 
 @pytest.mark.gpu

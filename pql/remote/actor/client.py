@@ -4,6 +4,7 @@ The learner holds all other state: policy, exploration, recurrent state, episode
 one step of each of its environments, and a new actor can replace it.
 """
 
+import math
 import os
 import random
 import sys
@@ -68,10 +69,11 @@ class Alarm:
 
     Attributes:
         rang: the stream was ended.
+        seconds: the limit of the last read.
     """
 
     def __init__(self, cancel: Callable[[], object]):
-        self.cancel, self.rang = cancel, False
+        self.cancel, self.rang, self.seconds = cancel, False, 0.0
         self._due, self._over = float("inf"), threading.Event()
         self._thread = threading.Thread(target=self._look, name="pql-actor-alarm", daemon=True)
 
@@ -85,7 +87,7 @@ class Alarm:
 
     def within(self, seconds: float, call: Callable[[], Any]) -> Any:
         """Return ``call()``, whose error is that of a cancelled stream after ``seconds`` (``rang`` is then True)."""
-        self._due = time.monotonic() + seconds
+        self.seconds, self._due = seconds, time.monotonic() + seconds
         try:
             return call()
         finally:
@@ -140,8 +142,7 @@ class ActorClient:
         self.steps, self.admitted, self.connected = 0, 0, False
         self.limits: dict[str, Limit] = {}
         self.stepped = False  # since the last admission
-        self._alone_since = time.monotonic()
-        self._limit = 0.0  # of the current wait
+        self._alone_since = time.monotonic()  # without a learner
 
     def run(self) -> str | None:
         """Connect, and reconnect, until the learner ends the run. Return its reason; None if the actor has left.
@@ -150,7 +151,8 @@ class ActorClient:
             ConfigError: the learner rejects this actor permanently.
             RunError: no learner within ``patience`` seconds, or its messages are invalid.
         """
-        attempt, self._alone_since = 0, time.monotonic()
+        self._alone_since = time.monotonic()
+        attempt = 0
         while not self.leave.is_set():
             before, admitted = self.steps, self.admitted
             try:
@@ -186,7 +188,7 @@ class ActorClient:
                     return self._serve(stream, outbox, alarm)
             except grpc.RpcError as error:
                 if alarm.rang:
-                    raise EndedError(self._silent()) from error
+                    raise EndedError(self._silent(alarm.seconds)) from error
                 raise self._ended(error) from error
             finally:
                 self.connected = False
@@ -220,14 +222,14 @@ class ActorClient:
 
     def _wait(self) -> float:
         """Return the seconds within which the learner's next message must arrive."""
-        self._limit = deadlines.ORDER if self.connected else deadlines.WELCOME
-        if self.patience is not None and not self.connected:
-            self._limit = min(self._limit, max(0.0, self._alone_since + self.patience - time.monotonic()))
-        return self._limit
+        if self.connected:
+            return deadlines.ORDER
+        left = math.inf if self.patience is None else self._alone_since + self.patience - time.monotonic()
+        return min(deadlines.WELCOME, max(0.0, left))
 
-    def _silent(self) -> str:
+    def _silent(self, seconds: float) -> str:
         what = "sent no request" if self.connected else "not answered this actor"
-        return f"the learner has {what} for {round(self._limit, 1):g} s"
+        return f"the learner has {what} for {round(seconds, 1):g} s"
 
     def _welcome(self, said: Mapping[str, Any]) -> None:
         """Read WELCOME: the actor's number and the learner's time limits, which the watchdog here also applies."""
