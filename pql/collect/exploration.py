@@ -1,4 +1,4 @@
-"""Exploration noise for deterministic policies, as device tensors that advance without a host sync."""
+"""Exploration noise of continuous policies, as device tensors that advance without a host sync."""
 
 import copy
 
@@ -15,14 +15,14 @@ class Exploration:
 
     ``config.kind``: ``mixed``: environment i keeps sigma_i = linspace(low, high, N) (PQL, section 3.3); ``fixed``:
     ``low`` for all; ``redrawn``: sigma ~ U(low, high) per environment, drawn again when an episode begins (FastTD3);
-    ``none``: the policy is stochastic itself. ``config.repeat`` holds each noise vector for k ~ zeta(2) steps, at most
-    16 (FlashSAC), instead of one.
+    ``none``: the policy is stochastic itself; ``scaled``: it is, and its noise is multiplied by the sigma_i of
+    ``mixed``. ``config.repeat`` holds each noise vector for k ~ zeta(2) steps, at most 16 (FlashSAC), instead of one.
     """
 
     def __init__(self, config: ExploreConfig, num_envs: int, action_size: int, device: torch.device):
         kind, low, high = config.kind, config.low, config.high
         self.kind, self.low, self.high, self.repeat = kind, low, high, config.repeat
-        ladder = torch.linspace(low, high if kind == "mixed" else low, num_envs, device=device)
+        ladder = torch.linspace(low, high if kind in ("mixed", "scaled") else low, num_envs, device=device)
         self.sigma = ladder.unsqueeze(1).contiguous()  # [N, 1]
         self.noise = torch.zeros(num_envs, action_size, device=device)
         self.left = torch.zeros(num_envs, 1, device=device)  # steps for which the noise vector is still held
@@ -32,7 +32,7 @@ class Exploration:
 
     def __call__(self, action: Tensor, gen: Generator) -> Tensor:
         """Add this step's noise to ``action`` [N, A]."""
-        if self.kind == "none":
+        if self.kind in ("none", "scaled"):
             return action
         if self.kind == "redrawn":
             u = torch.rand(self.sigma.shape, generator=gen, device=action.device)
@@ -42,8 +42,9 @@ class Exploration:
         return torch.addcmul(action, self.sigma, noise).clamp_(-1, 1)
 
     def policy_noise(self, like: Tensor, gen: Generator) -> Tensor:
-        """Return the standard normal noise of a stochastic policy, in the shape of ``like`` [N, A]; held if so set."""
-        return self._normal(like, gen, self.repeat and self.kind == "none")
+        """Return the normal noise of a stochastic policy, in the shape of ``like`` [N, A]; held or scaled if so set."""
+        noise = self._normal(like, gen, self.repeat and self.kind in ("none", "scaled"))
+        return noise * self.sigma if self.kind == "scaled" else noise
 
     def _normal(self, like: Tensor, gen: Generator, held: bool) -> Tensor:
         noise = torch.randn(like.shape, generator=gen, device=like.device)

@@ -199,7 +199,7 @@ class ActorCriticConfig(ReplayAlgoConfig):
         if self.critic.subset is not None and self.critic.subset > self.critic.ensemble:
             allowed = f"at most algo.critic.ensemble={self.critic.ensemble}"
             raise ConfigError("algo.critic.subset", self.critic.subset, allowed)
-        if self.explore.kind in ("mixed", "redrawn") and self.explore.low > self.explore.high:
+        if self.explore.kind in ("mixed", "redrawn", "scaled") and self.explore.low > self.explore.high:
             raise ConfigError("algo.explore.low", self.explore.low, f"at most algo.explore.high={self.explore.high:g}")
 
 
@@ -211,6 +211,12 @@ class DdpgConfig(ActorCriticConfig):
     policy: DeterministicPolicyConfig = group(DeterministicPolicyConfig, "Policy.")
     smoothing: float = setting(0.8, "Standard deviation of the noise on target actions (TD3).", low=0, high=10)
     smoothing_clip: float = setting(0.2, "Bound at which that noise is clipped (TD3).", low=0, high=2)
+
+    def check(self, config: "Config") -> None:
+        super().check(config)
+        if self.explore.kind == "scaled":
+            allowed = f"mixed, fixed, redrawn or none with algo={self.name}: its policy has no noise of its own to scale"
+            raise ConfigError("algo.explore.kind", self.explore.kind, allowed)
 
 
 @dataclass(frozen=True)

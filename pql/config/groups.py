@@ -382,15 +382,16 @@ class ExploreConfig:
     kind: str = setting(
         "mixed",
         "mixed: one sigma per environment, evenly spaced from low to high (PQL); fixed: sigma low everywhere; "
-        "redrawn: a new sigma per episode, uniform between low and high (FastTD3); none: no noise.",
-        choices=("mixed", "fixed", "redrawn", "none"),
+        "redrawn: a new sigma per episode, uniform between low and high (FastTD3); none: no noise, but that of a "
+        "stochastic policy; scaled: only that, times one factor per environment, evenly spaced from low to high.",
+        choices=("mixed", "fixed", "redrawn", "none", "scaled"),
     )
-    low: float = setting(0.05, "Smallest sigma.", low=0, high=10)
-    high: float = setting(0.8, "Largest sigma.", low=0, high=10)
+    low: float = setting(0.05, "Smallest sigma, or factor.", low=0, high=10)
+    high: float = setting(0.8, "Largest sigma, or factor.", low=0, high=10)
     repeat: bool = setting(
         False,
-        "Hold each noise vector for k steps, P(k) proportional to k^-2, k <= 16 (FlashSAC); with kind=none that of a "
-        "stochastic policy.",
+        "Hold each noise vector for k steps, P(k) proportional to k^-2, k <= 16 (FlashSAC); with kind=none or scaled "
+        "that of a stochastic policy.",
     )
 
 

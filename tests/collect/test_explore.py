@@ -114,6 +114,26 @@ def test_a_stochastic_policys_noise_is_held_as_long():
         assert (first != second).all()
 
 
+def test_scaled_noise_is_that_of_the_policy_times_a_ladder_of_factors():
+    """Environment 0 acts without noise; no noise is added to the sampled action, and no number drawn for that."""
+    explore, gen = Exploration(ExploreConfig("scaled", 0.0, 1.5), 7, 2, CPU), generator()
+    like, want = torch.zeros(7, 2), torch.arange(7).unsqueeze(1) / 4
+    torch.testing.assert_close(explore.policy_noise(like, gen), want * torch.randn(7, 2, generator=generator()))
+    noise = torch.stack([explore.policy_noise(like, gen) for _ in range(4000)])
+    torch.testing.assert_close(noise.std((0, 2)), want.squeeze(1), rtol=0.04, atol=1e-12)
+    before = gen.get_state()
+    assert torch.equal(explore(torch.full((7, 2), 3.0), gen), torch.full((7, 2), 3.0))
+    assert torch.equal(gen.get_state(), before)
+
+
+def test_scaled_noise_is_held_before_it_is_scaled():
+    held, free = (Exploration(ExploreConfig(kind, 0.5, 1.0, repeat=True), 6, 2, CPU) for kind in ("scaled", "none"))
+    one, two, like = generator(), generator(), torch.zeros(6, 2)
+    factors = torch.linspace(0.5, 1.0, 6).unsqueeze(1)
+    for _ in range(50):
+        torch.testing.assert_close(held.policy_noise(like, one), factors * free.policy_noise(like, two))
+
+
 def test_noise_is_clamped_to_the_action_range():
     explore = Exploration(ExploreConfig("fixed", 5.0, 5.0), 100, 3, CPU)
     out = explore(torch.zeros(100, 3), generator())
@@ -134,6 +154,12 @@ def test_the_action_that_came_in_is_not_changed():
     out = Exploration(ExploreConfig("mixed", 0.1, 0.5), 4, 2, CPU)(action, generator())
     assert (action == 0.5).all()
     assert not torch.equal(out, action)
+
+
+def test_part_of_scaled_noise_has_the_factors_of_its_environments():
+    explore = Exploration(ExploreConfig("scaled", 0.0, 1.0), 9, 2, CPU)
+    noise = explore.part(slice(6, 9)).policy_noise(torch.zeros(3, 2), generator())
+    torch.testing.assert_close(noise, torch.randn(3, 2, generator=generator()) * torch.tensor([[0.75], [0.875], [1.0]]))
 
 
 @pytest.mark.parametrize("kind", ["mixed", "redrawn"])

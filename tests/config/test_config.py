@@ -148,7 +148,7 @@ MALFORMED = "expected a value such as 3, 0.5, true, null, [64,64], or text in qu
         ("buget.seconds=3", "buget.seconds=3: expected a known setting (did you mean budget.seconds?)"),
         ("algo.critic=3", "algo.critic=3: expected a known setting"),
         ("+foo=1", "foo=1: expected a known setting"),
-        ("algo.explore.kind=fixd", "expected one of mixed, fixed, redrawn, none (did you mean fixed?)"),
+        ("algo.explore.kind=fixd", "expected one of mixed, fixed, redrawn, none, scaled (did you mean fixed?)"),
         # wrong types
         ("num_envs=abc", "num_envs=abc: expected a whole number"),
         ("num_envs=1.5", "num_envs=1.5: expected a whole number"),
@@ -181,6 +181,7 @@ MALFORMED = "expected a value such as 3, 0.5, true, null, [64,64], or text in qu
         ("replay.capacity=100", ": expected at most replay.capacity=100"),
         ("algo.critic.v_min=20", "algo.critic.v_min=20.0: expected below algo.critic.v_max=10"),
         ("algo.explore.low=0.9", "algo.explore.low=0.9: expected at most algo.explore.high=0.8"),
+        ("algo.explore.kind=scaled", "none with algo=pql: its policy has no noise of its own to scale"),
         ("algo.critic.subset=3", "algo.critic.subset=3: expected at most algo.critic.ensemble=2"),
         ("budget.env_steps=9600", "budget.env_steps=9600: expected more than the warm-up's 9600"),
         ("budget.seconds=null", "budget=null: expected at least one of budget.seconds, budget.env_steps"),

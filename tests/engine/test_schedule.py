@@ -27,6 +27,7 @@ ALGOS = {
     "pql": {},
     "pql_d": {"critic": {"hidden": [16], "atoms": 11, "v_min": -50.0, "v_max": 0.0}},
     "pql_sac": {"family": "sac", "explore": {"kind": "none"}},
+    "scaled noise": {"family": "sac", "explore": {"kind": "scaled", "low": 0.0, "high": 1.0}},
     "td3 with a target policy": {"policy": {"hidden": [16], "target": True, "reduce": "first"}},
     "modern": MODERN,
     "batch norm": FLASH,
