@@ -180,7 +180,6 @@ MALFORMED = "expected a value such as 3, 0.5, true, null, [64,64], or text in qu
         # settings that must be consistent
         ("replay.capacity=100", ": expected at most replay.capacity=100"),
         ("algo.critic.v_min=20", "algo.critic.v_min=20.0: expected below algo.critic.v_max=10"),
-        ("algo.explore.low=0.9", "algo.explore.low=0.9: expected at most algo.explore.high=0.8"),
         ("algo.explore.kind=scaled", "none with algo=pql: its policy has no noise of its own to scale"),
         ("algo.critic.subset=3", "algo.critic.subset=3: expected at most algo.critic.ensemble=2"),
         ("budget.env_steps=9600", "budget.env_steps=9600: expected more than the warm-up's 9600"),
@@ -204,6 +203,12 @@ MALFORMED = "expected a value such as 3, 0.5, true, null, [64,64], or text in qu
 )
 def test_a_wrong_word_is_named_with_what_is_allowed(word, message):
     assert message in refusal("algo=pql", word)
+
+
+@pytest.mark.parametrize("kind", ["mixed", "redrawn", "scaled"])
+def test_the_range_of_noise_is_in_order(kind):
+    text = refusal("algo=pql2" if kind == "scaled" else "algo=pql", f"algo.explore.kind={kind}", "algo.explore.low=5")
+    assert text.startswith("algo.explore.low=5.0: expected at most algo.explore.high=")
 
 
 def test_a_target_return_needs_evaluations():
