@@ -17,7 +17,7 @@ from pql.nets.q import QNetwork, RecurrentQNetwork, redraw_noise
 from pql.types import Acted, Memory, Obs
 
 Noise = Callable[[Tensor], Tensor]
-"""Tensor [N, A] -> standard normal noise of its shape."""
+"""Tensor [N, A] -> normal noise of its shape."""
 ActFunction = Callable[[nn.Module, Obs, Noise], Tensor]
 """(policy, normalised obs, noise) -> action [N, A]: the part of acting that differs between algorithms."""
 

@@ -15,13 +15,14 @@ class Exploration:
 
     ``config.kind``: ``mixed``: environment i keeps sigma_i = linspace(low, high, N) (PQL, section 3.3); ``fixed``:
     ``low`` for all; ``redrawn``: sigma ~ U(low, high) per environment, drawn again when an episode begins (FastTD3);
-    ``none``: the policy is stochastic itself; ``scaled``: it is, and its noise is multiplied by the sigma_i of
-    ``mixed``. ``config.repeat`` holds each noise vector for k ~ zeta(2) steps, at most 16 (FlashSAC), instead of one.
+    ``none``: nothing is added; ``scaled``: the noise of a stochastic policy is multiplied by the sigma_i of ``mixed``.
+    ``config.repeat`` holds each noise vector for k ~ zeta(2) steps, at most 16 (FlashSAC), instead of one.
     """
 
     def __init__(self, config: ExploreConfig, num_envs: int, action_size: int, device: torch.device):
         kind, low, high = config.kind, config.low, config.high
         self.kind, self.low, self.high, self.repeat = kind, low, high, config.repeat
+        self.added = kind not in ("none", "scaled")  # to the action, rather than part of a stochastic policy
         ladder = torch.linspace(low, high if kind in ("mixed", "scaled") else low, num_envs, device=device)
         self.sigma = ladder.unsqueeze(1).contiguous()  # [N, 1]
         self.noise = torch.zeros(num_envs, action_size, device=device)
@@ -32,7 +33,7 @@ class Exploration:
 
     def __call__(self, action: Tensor, gen: Generator) -> Tensor:
         """Add this step's noise to ``action`` [N, A]."""
-        if self.kind in ("none", "scaled"):
+        if not self.added:
             return action
         if self.kind == "redrawn":
             u = torch.rand(self.sigma.shape, generator=gen, device=action.device)
@@ -43,7 +44,7 @@ class Exploration:
 
     def policy_noise(self, like: Tensor, gen: Generator) -> Tensor:
         """Return the normal noise of a stochastic policy, in the shape of ``like`` [N, A]; held or scaled if so set."""
-        noise = self._normal(like, gen, self.repeat and self.kind in ("none", "scaled"))
+        noise = self._normal(like, gen, self.repeat and not self.added)
         return noise * self.sigma if self.kind == "scaled" else noise
 
     def _normal(self, like: Tensor, gen: Generator, held: bool) -> Tensor:

@@ -215,7 +215,7 @@ class DdpgConfig(ActorCriticConfig):
     def check(self, config: "Config") -> None:
         super().check(config)
         if self.explore.kind == "scaled":
-            allowed = f"mixed, fixed, redrawn or none with algo={self.name}: its policy has no noise of its own to scale"
+            allowed = f"another kind with algo={self.name}: its policy has no noise of its own to scale"
             raise ConfigError("algo.explore.kind", self.explore.kind, allowed)
 
 

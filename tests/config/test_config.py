@@ -180,7 +180,7 @@ MALFORMED = "expected a value such as 3, 0.5, true, null, [64,64], or text in qu
         # settings that must be consistent
         ("replay.capacity=100", ": expected at most replay.capacity=100"),
         ("algo.critic.v_min=20", "algo.critic.v_min=20.0: expected below algo.critic.v_max=10"),
-        ("algo.explore.kind=scaled", "none with algo=pql: its policy has no noise of its own to scale"),
+        ("algo.explore.kind=scaled", "another kind with algo=pql: its policy has no noise of its own to scale"),
         ("algo.critic.subset=3", "algo.critic.subset=3: expected at most algo.critic.ensemble=2"),
         ("budget.env_steps=9600", "budget.env_steps=9600: expected more than the warm-up's 9600"),
         ("budget.seconds=null", "budget=null: expected at least one of budget.seconds, budget.env_steps"),
