@@ -382,9 +382,9 @@ class ExploreConfig:
     kind: str = setting(
         "mixed",
         "mixed: one sigma per environment, evenly spaced from low to high (PQL); fixed: sigma low everywhere; "
-        "redrawn: a new sigma per episode, uniform between low and high (FastTD3); none: nothing is added (a stochastic "
-        "policy samples its actions); scaled: a stochastic policy's noise times one factor per environment, evenly "
-        "spaced from low to high. A single environment has low.",
+        "redrawn: a new sigma per episode, uniform between low and high (FastTD3); none: nothing is added (a "
+        "stochastic policy samples its actions); scaled: a stochastic policy's noise times one factor per "
+        "environment, evenly spaced from low to high. A single environment has low.",
         choices=("mixed", "fixed", "redrawn", "none", "scaled"),
     )
     low: float = setting(0.05, "Smallest sigma, or factor.", low=0, high=10)
