@@ -22,6 +22,7 @@ from pql.algos.registry import (
     make_normalizer,
     make_ring,
     ring_rows,
+    stored_obs,
 )
 from pql.collect.actors import ActFunction, NoisyActor
 from pql.collect.collector import Collector
@@ -146,7 +147,7 @@ def check_images(config: Config, spec: EnvSpec) -> None:
             fit the images.
     """
     algo = own(config, ActorCriticConfig)
-    images = {k: s for k, s in spec.obs.items() if is_image(s)}
+    images = {k: s for k, s in stored_obs(config, spec).items() if is_image(s)}
     if algo.policy.encoder == "critic":
         policy, critic = ({*groups_of(config, spec, which)} & {*images} for which in ("policy", "critic"))
         if not policy or policy != critic:
@@ -156,7 +157,8 @@ def check_images(config: Config, spec: EnvSpec) -> None:
     for group, one in images.items():
         side = min(image_size(one.shape)[1:])
         if algo.encoder.shift >= side:
-            raise ConfigError("algo.encoder.shift", algo.encoder.shift, f"below {side}: {group!r} is {list(one.shape)}")
+            known = f"{group!r} is stored as {list(one.shape)}"
+            raise ConfigError("algo.encoder.shift", algo.encoder.shift, f"below {side}: {known}")
         if algo.encoder.jitter > 0 and one.dtype != torch.uint8:
             kind = str(one.dtype).removeprefix("torch.")
             raise ConfigError("algo.encoder.jitter", algo.encoder.jitter, f"0: {group!r} is {kind}, not bytes (uint8)")

@@ -16,10 +16,10 @@ from pql.config import AlgoConfig, Config, families
 from pql.config import layers as presets
 from pql.config.algorithms import RECORDS, ReplayAlgoConfig
 from pql.config.families import own
-from pql.contract.env import Box, EnvSpec, VecEnv
+from pql.contract.env import Box, EnvSpec, ObsSpec, VecEnv
 from pql.contract.plugins import entry_points
 from pql.contract.registry import import_name
-from pql.data.frames import deepest
+from pql.data.frames import deepest, stored_spec
 from pql.data.normalize import Normalizer
 from pql.data.priority import least_rows
 from pql.data.replay import Cursor, Replay
@@ -247,8 +247,16 @@ def make_ring(setup: Setup, worker: str, obs_only: bool = False, extra: Sequence
     return Replay(layout, setup.devices[worker], obs_only=obs_only, reward_clip=clip, ragged=ragged)
 
 
+def stored_obs(config: Config, spec: EnvSpec) -> dict[str, ObsSpec]:
+    """Return the observation groups as a run's replay stores them."""
+    nets = (getattr(config.algo, name, None) for name in ("policy", "critic"))
+    # A network of the user reads images as the simulator returns them.
+    side = config.algo.encoder.size if all(net is None or net.net is None for net in nets) else None
+    return {k: stored_spec(s, side) for k, s in spec.obs.items()}
+
+
 def ring_layout(config: Config, spec: EnvSpec, rows: int, counts: Counts, extra: Sequence[str]) -> ReplayLayout:
     """Return the layout of a run's replay."""
     size, horizon = spec.action.size if isinstance(spec.action, Box) else None, counts.horizon * spec.spread
-    dtype = getattr(torch, config.replay.dtype)
-    return ReplayLayout(spec.obs, size, spec.num_envs, rows, horizon, spec.max_episode_steps, dtype, extra)
+    dtype, obs = getattr(torch, config.replay.dtype), stored_obs(config, spec)
+    return ReplayLayout(obs, size, spec.num_envs, rows, horizon, spec.max_episode_steps, dtype, extra)

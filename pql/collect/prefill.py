@@ -58,9 +58,10 @@ def prefill(collector: Collector, path: str | Path, part: int = 0, parts: int = 
     """
     setting, spec = "replay.prefill", collector.env.spec
     replay = collector.replays[0]
-    data = read_transitions(setting, path, spec.obs, replay.action, replay.extra)
+    specs = replay.specs
+    data = read_transitions(setting, path, specs, replay.action, replay.extra, spec.obs)
     kept = replay.rows - 2  # one is the filler at the end, one is in flight
-    taken = share(last(transitions_of(data, spec.obs), kept * replay.num_envs * parts), part, parts)
+    taken = share(last(transitions_of(data, specs), kept * replay.num_envs * parts), part, parts)
     check_values(setting, path, taken, spec)
     stream = stream_of(taken)
     depth = min(stream.flags.shape[0] // replay.num_envs, kept)
@@ -69,7 +70,7 @@ def prefill(collector: Collector, path: str | Path, part: int = 0, parts: int = 
     start = stream.flags.shape[0] - depth * replay.num_envs
     # [depth + 1, N]: consecutive per environment; each one's last row is the next one's first, or ends the stream
     at = start + torch.arange(replay.num_envs) * depth + torch.arange(depth + 1)[:, None]
-    flags = without_history(stream.flags, at, deepest(spec.obs.values()))
+    flags = without_history(stream.flags, at, deepest(specs.values()))
     for ring in collector.replays:
         for k, store in ring.obs.items():
             write_transitions(store, taken.frames[k][stream.newest[k][at]])

@@ -335,7 +335,8 @@ class EncoderConfig:
     )
     size: int | None = setting(
         None,
-        "Side to which images are reduced before the first convolution, by averages over areas; null: full size.",
+        "Side to which images are reduced before the first convolution, by averages over areas; null: full size. A "
+        "replay stores images of bytes at this size.",
         low=1,
         high=4096,
         weights="policy",
@@ -349,7 +350,7 @@ class AugmentedEncoderConfig(EncoderConfig):
     shift: int = setting(
         0,
         "Pixels by which the images of a sampled row are shifted at most, in both directions; borders are repeated "
-        "(DrQ-v2).",
+        "(DrQ-v2). With size, pixels of the reduced images.",
         low=0,
         high=4096,
     )

@@ -11,11 +11,14 @@ environment returned as zeros, are read from one blank cell at the end of the ri
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from pql.contract.env import ObsSpec
+from pql.nets.cnn import reduced
+from pql.nets.encoders import channels_last, is_image
 
 
 def kept_shape(spec: ObsSpec) -> tuple[int, ...]:
@@ -26,6 +29,27 @@ def kept_shape(spec: ObsSpec) -> tuple[int, ...]:
 def newest_frame(obs: Tensor, stack: int) -> Tensor:
     """Return the stored part of observations: the newest frame of a stack, else all. [n, ...] -> [n, ...]."""
     return obs[:, -1] if stack > 1 else obs
+
+
+def stored_spec(spec: ObsSpec, side: int | None) -> ObsSpec:
+    """Return the spec of observations as a replay stores them: images of bytes reduced to ``side`` (None: as they are).
+
+    Images of floats stay, since they are normalised at full size.
+    """
+    if side is None or not is_image(spec) or spec.dtype != torch.uint8:
+        return spec
+    places = (0, 1) if len(spec.shape) == 2 or channels_last(spec.shape) else (1, 2)
+    if side >= min(spec.shape[i] for i in places):
+        return spec
+    return replace(spec, shape=tuple(side if i in places else n for i, n in enumerate(spec.shape)))
+
+
+def fitted(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return observations [n, ...] in the ``shape`` that a replay stores, which is theirs or that of reduced images."""
+    if x.shape[1:] == shape:
+        return x
+    last = channels_last(tuple(x.shape[1:]))
+    return reduced(x, shape[0] if last else shape[-1], last)
 
 
 def deepest(specs: Iterable[ObsSpec]) -> int:

@@ -26,7 +26,7 @@ import torch
 from torch import Generator, Tensor
 
 from pql.data.flags import NEXT_FIRST, pack_flags, tables
-from pql.data.frames import Stacker, deepest, kept_shape, newest_frame, put
+from pql.data.frames import Stacker, deepest, fitted, kept_shape, newest_frame, put
 from pql.data.normalize import clip
 from pql.data.sizes import ReplayLayout, action_store, storage_dtype
 from pql.types import Acted, Batch, Memory, Obs, ObsBatch, Rows, Step, fill
@@ -99,7 +99,7 @@ class Replay:
         self.columns = torch.arange(num_envs, device=device)
         self._rules = tables(device)
         self._constants: dict[tuple[int, float], tuple[Tensor, Tensor, Tensor]] = {}
-        self.stacks = {k: s.stack for k, s in obs.items()}
+        self.specs, self.stacks = obs, {k: s.stack for k, s in obs.items()}
         depth = deepest(obs.values())
         self.guard = layout.horizon + depth
         self._stacker = Stacker(depth, rows, num_envs, blank, self._rules["same episode"]) if depth > 1 else None
@@ -156,7 +156,8 @@ class Replay:
 
     def _write_obs(self, index: Tensor, obs: Obs) -> None:
         for name, store in self.obs.items():
-            put(store, index, newest_frame(obs[name], self.stacks[name]).to(store.dtype))
+            frames = fitted(newest_frame(obs[name], self.stacks[name]), store.shape[1:])
+            put(store, index, frames.to(store.dtype))
 
     # -- sampling -------------------------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ class ReplayLayout:
     """Size and types of a ring of ``rows`` x ``num_envs`` transitions.
 
     Attributes:
-        obs: observation groups to store.
+        obs: observation groups as they are stored (:func:`pql.data.frames.stored_spec`).
         action_size: A; None: discrete actions, int64.
         rows: T, rows per column.
         horizon: rows written per tick.

@@ -20,11 +20,12 @@ from pql.config.files import check_header
 from pql.contract.env import ObsSpec
 from pql.data import tensorfile
 from pql.data.flags import FINAL_OK, NEXT_FIRST, TERMINATED, TRUNCATED, VALID
-from pql.data.frames import kept_shape
+from pql.data.frames import fitted, kept_shape
 from pql.data.replay import Replay
 from pql.errors import ConfigError, nearest
 
 Columns = dict[str, Tensor]
+CHUNK = 4096  # images that are reduced at once
 META = {"format": "pql-replay-1"}  # one entry: safetensors writes several in random order, so files would differ
 
 
@@ -132,7 +133,12 @@ def write_transitions(store: Tensor, values: Tensor) -> None:
 
 
 def read_transitions(
-    setting: str, path: str | Path, obs: Mapping[str, ObsSpec], action: Tensor | None, extra: Iterable[str] = ()
+    setting: str,
+    path: str | Path,
+    obs: Mapping[str, ObsSpec],
+    action: Tensor | None,
+    extra: Iterable[str] = (),
+    whole: Mapping[str, ObsSpec] | None = None,
 ) -> Columns:
     """Return a file's columns, checked against an environment, with defaults for optional ones.
 
@@ -140,6 +146,7 @@ def read_transitions(
         setting: name of the setting, for errors.
         action: the ring's action store, for shape and type; None: only observations are required.
         extra: names of additional numbers that the ring stores.
+        whole: groups before the ring reduces their images. The file may have these, too.
     """
     try:
         check_header(Path(path).expanduser())
@@ -174,8 +181,12 @@ def read_transitions(
 
     def take_obs(prefix: str, count: list[int]) -> None:
         for k, s in obs.items():
-            shape = s.shape if flat else kept_shape(s)
-            take(f"{prefix}.{k}", [*count, *shape], "float" if s.dtype.is_floating_point else "uint8")
+            name, dims = f"{prefix}.{k}", len(count)
+            shape, full = (x.shape if flat else kept_shape(x) for x in (s, s if whole is None else whole[k]))
+            if shape != full and column(name).shape[dims:] == full:
+                rows = column(name).flatten(0, dims - 1).split(CHUNK)
+                data[name] = torch.cat([fitted(x, shape) for x in rows]).view(*count, *shape)
+            take(name, [*count, *shape], "float" if s.dtype.is_floating_point else "uint8")
 
     take_obs("obs", lead if flat else [lead[0] + 1, lead[1]])
     take("reward", lead, "float")

@@ -22,6 +22,18 @@ class ChannelNorm(nn.LayerNorm):
         return super().forward(x.movedim(1, -1)).movedim(-1, 1)
 
 
+def reduced(x: Tensor, side: int, last: bool = False) -> Tensor:
+    """Reduce images to ``side`` x ``side`` by averages over areas; the means of bytes are rounded to bytes.
+
+    Args:
+        x: [B, C, H, W] or [B, H, W]; [B, H, W, C] if ``last``.
+    """
+    planes = x.movedim(-1, 1) if last else x
+    small = F.adaptive_avg_pool2d(planes if x.is_floating_point() else planes.float(), side)
+    small = small if x.is_floating_point() else small.round_().to(x.dtype)
+    return small.movedim(1, -1) if last else small
+
+
 def feature_head(size: int, features: int, *after: nn.Module) -> list[nn.Module]:
     """Return the final layers: flatten, then a linear layer and ``after`` if ``features`` is above 0."""
     return [nn.Flatten(), *([nn.Linear(size, features), *after] if features else [])]

@@ -7,7 +7,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from pql.config import Config, EncoderConfig
 from pql.config.groups import NetConfig, NormConfig, TrunkConfig
@@ -15,7 +14,7 @@ from pql.contract.env import Box, EnvSpec, ObsSpec
 from pql.contract.plugins import entry_points
 from pql.contract.registry import import_name
 from pql.errors import ConfigError, nearest
-from pql.nets.cnn import CONVOLUTIONS, NETWORKS, ProductBlock, Residual, Size, least_side, make_cnn
+from pql.nets.cnn import CONVOLUTIONS, NETWORKS, ProductBlock, Residual, Size, least_side, make_cnn, reduced
 from pql.nets.mlp import Layers, NetInput, Reads
 from pql.types import Obs
 
@@ -60,7 +59,7 @@ class Pictures(nn.Module):
         settings: ``channels`` are per convolution (``resnet``: per section; ``hadamax``: per block); ``features`` 0: no
             final linear layer, the output is the flattened last feature map; ``layer_norm``: before every activation,
             but ``small`` and ``squint`` always end with one, ``resnet`` ignores it, and ``hadamax`` always has it;
-            ``size``: images are first reduced to this side, by averages over areas.
+            ``size``: images of another size are first reduced to this side, by averages over areas.
 
     Attributes:
         size: number of features.
@@ -81,9 +80,8 @@ class Pictures(nn.Module):
         lead = x.shape[: -self.axes]
         x = x.flatten(0, -self.axes - 1) if len(lead) != 1 else x
         x = x.movedim(-1, 1) if self.last else x.unsqueeze(1) if self.axes == 2 else x
-        if self.side is not None:  # in the layout of the environment, and in float32: both are faster on a CPU
-            whole = x if x.is_floating_point() else x.float()
-            x = F.adaptive_avg_pool2d(whole, self.side) * (1.0 if whole is x else 1 / 255)
+        if self.side is not None and x.shape[2:] != (self.side, self.side):  # replays store reduced images
+            x = reduced(x, self.side)
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
         # Convolutions are fastest in channels-last layout, except on a CPU, where the large strides of the Nature

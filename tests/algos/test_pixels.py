@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import bits, configured, differences, go_on, start, ticks
-from dial import PIXELS, RECIPES, SIDE, Dial
+from dial import PIXELS, RECIPES, Dial
 from run_files import points, words
 from torch import Generator, nn
 from torch.nn import functional as F
@@ -161,7 +161,8 @@ def test_a_run_starts_from_the_weights_of_another_but_not_from_those_of_its_poli
 def crops(image, most):
     padded = F.pad(image.float().unsqueeze(0), [most] * 4, mode="replicate")[0].to(image.dtype)
     steps = range(2 * most + 1)
-    return [padded[:, i : i + SIDE, j : j + SIDE] for i in steps for j in steps]
+    rows, columns = image.shape[1:]
+    return [padded[:, i : i + rows, j : j + columns] for i in steps for j in steps]
 
 
 @pytest.mark.parametrize("worker", ["v", "p"])
@@ -171,6 +172,7 @@ def test_batches_have_shifted_images_of_their_rows(worker):
     moved = parts.first.learners[worker].draw
     plain = replace(moved, augment=Augment({}, 0, 0.0))
     (a,), (b,) = (draw(1, Generator().manual_seed(5)) for draw in (plain, moved))
+    assert a.obs["policy"].shape[1:] == (1, 10, 10)  # as the replay stores them
     names = ("obs", "next_obs") if worker == "v" else ("obs",)
     for name in names:
         before, after = getattr(a, name), getattr(b, name)
@@ -208,7 +210,11 @@ IMAGES = {
             "algo.policy.encoder=critic: expected own, or the same images for both: the policy reads policy, the "
             "critic depth, policy (algo.policy.obs, algo.critic.obs)",
         ),
-        ({"encoder": {"shift": 16}}, "algo.encoder.shift=16: expected below 16: 'depth' is [16, 20]"),
+        ({"encoder": {"shift": 10}}, "algo.encoder.shift=10: expected below 10: 'policy' is stored as [3, 10, 10]"),
+        (
+            {"encoder": {"shift": 16, "size": None}},
+            "algo.encoder.shift=16: expected below 16: 'depth' is stored as [16, 20]",
+        ),
         (
             {"encoder": {"shift": 0, "jitter": 0.3}},
             "algo.encoder.jitter=0.3: expected 0: 'depth' is float32, not bytes (uint8)",

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import make_networks, small_config
+from pictures import averaged
 from torch import nn
 from torch.nn import functional as F
 
@@ -16,7 +17,7 @@ from pql.contract.env import Box, Discrete, EnvSpec, ObsSpec
 from pql.engine.optim import AdamW
 from pql.engine.placement import set_precision
 from pql.errors import ConfigError
-from pql.nets.cnn import MaxPoolTo, Residual, SpectralConv2d, fold, least_side
+from pql.nets.cnn import MaxPoolTo, Residual, SpectralConv2d, fold, least_side, reduced
 from pql.nets.encoders import Encoder, Pictures, convolvable, groups_of
 from pql.nets.mlp import Flat
 
@@ -370,19 +371,6 @@ def test_each_kind_has_sizes_of_its_own_and_takes_others(kind, sizes):
 # -- smaller images ---------------------------------------------------------------------------------------------------
 
 
-def averaged(x, side):
-    """Means over the pixels that each of ``side`` x ``side`` equal areas touches, position by position."""
-    y = torch.empty(*x.shape[:2], side, side, dtype=x.dtype)
-    for i in range(side):
-        for j in range(side):
-            (top, bottom), (left, right) = (
-                (k * size // side, math.ceil((k + 1) * size / side))
-                for k, size in zip((i, j), x.shape[2:], strict=True)
-            )
-            y[:, :, i, j] = x[:, :, top:bottom, left:right].mean((2, 3))
-    return y
-
-
 @pytest.mark.parametrize("shape", [(4, 84, 84), (3, 33, 20), (20, 33, 3), (16, 16)])
 def test_images_are_reduced_by_averages_over_areas(shape):
     """Then come the layers of Squint: 4 x 4 with stride 2, 4 x 4, Linear to 50, LayerNorm, tanh."""
@@ -390,8 +378,12 @@ def test_images_are_reduced_by_averages_over_areas(shape):
     net = Pictures(shape, EncoderConfig("squint", size=16))
     x = torch.randint(256, (2, *shape), dtype=torch.uint8)
     planes = x.permute(0, 3, 1, 2) if net.last else x.view(2, -1, *shape[-2:])
-    small = averaged(planes.double() / 255, 16)
-    torch.testing.assert_close(F.interpolate(planes.double() / 255, (16, 16), mode="area"), small)
+    small = averaged(planes.double(), 16)
+    torch.testing.assert_close(F.interpolate(planes.double(), (16, 16), mode="area"), small)
+    bytes_ = reduced(x, 16, net.last).movedim(-1, 1) if net.last else reduced(x, 16).view(small.shape)
+    assert bytes_.dtype == torch.uint8
+    assert (bytes_ - small).abs().max() <= 0.5 + 1e-4
+    small = bytes_.double() / 255
     first, second = layers(net, nn.Conv2d)
     assert [(c.kernel_size, c.stride, c.out_channels) for c in (first, second)] == [
         ((4, 4), (2, 2), 32),
@@ -403,6 +395,7 @@ def test_images_are_reduced_by_averages_over_areas(shape):
     y = y @ linear.weight.double().T + linear.bias.double()
     y = (y - y.mean(1, keepdim=True)) / (y.var(1, correction=0, keepdim=True) + norm.eps).sqrt()
     torch.testing.assert_close(net(x).double(), torch.tanh(y), atol=1e-5, rtol=0)
+    assert torch.equal(net(reduced(x, 16, net.last)), net(x))  # as replays store them
 
 
 @pytest.mark.parametrize("kind", ["small", "nature", "resnet", "hadamax"])
@@ -414,7 +407,8 @@ def test_every_kind_can_read_smaller_images(kind):
     for p, q in zip(plain.parameters(), net.parameters(), strict=True):
         p.data.copy_(q.data)
     x = frames(2, 80)[:, :3]
-    torch.testing.assert_close(net(x), plain(averaged(x.double() / 255, 40).float()), atol=1e-5, rtol=0)
+    torch.testing.assert_close(net(x / 255), plain(averaged(x.double() / 255, 40).float()), atol=1e-5, rtol=0)
+    assert torch.equal(net(x), plain(reduced(x, 40)))
 
 
 @pytest.mark.parametrize(
