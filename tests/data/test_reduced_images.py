@@ -125,12 +125,12 @@ def test_a_file_of_whole_images_or_of_reduced_ones_prefills_the_same_rows(tmp_pa
 def flattened(ring):
     """Transitions that end no episode, as other software records them."""
     rows = torch.tensor([t for t in range(30) if t % 5 != 4]).repeat(N)
-    batch = ring.windows(ring.live, rows, torch.arange(N).repeat_interleave(24), ring.live.head[:1].expand(24 * N), 1, 0.9)
+    columns, heads = torch.arange(N).repeat_interleave(24), ring.live.head[:1].expand(24 * N)
+    batch = ring.windows(ring.live, rows, columns, heads, 1, 0.9)
     assert batch.mask.all()
     none = torch.zeros(24 * N, dtype=torch.bool)
     obs = {**{f"obs.{k}": v for k, v in batch.obs.items()}, **{f"next_obs.{k}": v for k, v in batch.next_obs.items()}}
-    columns = {"action": batch.action, "reward": batch.reward, "terminated": none, "truncated": none.clone()}
-    return {**obs, **columns}
+    return {**obs, "action": batch.action, "reward": batch.reward, "terminated": none, "truncated": none.clone()}
 
 
 def test_images_of_another_size_are_refused(tmp_path):
@@ -148,9 +148,9 @@ def test_images_of_another_size_are_refused(tmp_path):
 
 def test_only_bytes_are_stored_reduced_and_only_for_our_own_networks():
     spec = EnvSpec("made up", N, WHOLE, Box(1), CPU)
-    own = configured({"task": {"name": "pendulum"}, "algo": {"family": "sac", "encoder": {"size": SIDE}}})
+    base = {"task": {"name": "pendulum"}, "algo": {"family": "sac", "encoder": {"size": SIDE}}}
+    own = configured(base)
     changed = {k: s.shape for k, s in stored_obs(own, spec).items() if s != WHOLE[k]}
     assert changed == SHAPES
     for which in ("policy", "critic"):
-        custom = configured({"task": {"name": "pendulum"}, "algo": {"family": "sac", which: {"net": "a:B"}}})
-        assert stored_obs(custom, spec) == WHOLE
+        assert stored_obs(configured(base, {which: {"net": "a:B"}}), spec) == WHOLE
