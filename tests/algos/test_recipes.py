@@ -436,9 +436,9 @@ def test_squint():
     shape = (3, 20, 24)
     spec = EnvSpec("made up", 8, {"policy": ObsSpec(shape)}, Box(A), CPU)
     small = ("algo.encoder.size=10", "algo.encoder.channels=[4,6]", "algo.encoder.features=5")
-    config, value, improve = trainers("algo=squint", *small, "algo.critic.atoms=11", spec=spec)
+    config, value, improve = trainers("algo=squint", "scale=gpu", *small, "algo.critic.atoms=11", spec=spec)
     algo = config.algo
-    assert (algo.gamma, algo.batch_size, algo.n_step, algo.alpha) == (0.9, 128, 1, 1)
+    assert (algo.gamma, algo.batch_size, algo.n_step, algo.alpha) == (0.9, 512, 1, 1)
     eye, old = eye_of(value.state.critic.module), eye_of(value.state.target.module)
     critics = [separate(value.state.critic.module, e) for e in range(2)]
     targets = [separate(value.state.target.module, e) for e in range(2)]
