@@ -182,6 +182,27 @@ def test_batches_have_shifted_images_of_their_rows(worker):
             assert any(torch.equal(got, crop) for crop in crops(image, 2))
 
 
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("dqn", {}),
+        (
+            "r2d2",
+            {"lstm": 8, "length": 4, "burn_in": 2, "period": 2, "n_step": 2, "warmup_steps": 40, "target_period": 128},
+        ),
+    ],
+)
+def test_value_learners_read_reduced_images_too(name, more):
+    encoder = {"kind": "small", "channels": [4], "features": 6, "size": 5}
+    base = {"task": {"name": "catch"}, "algo": {"family": name, "encoder": encoder, "critic": {"hidden": [8]}, **more}}
+    parts = ticks(start(configured(base), Inline()), 3)
+    (ring,) = parts.first.collector.replays
+    whole = parts.first.env.spec.obs["policy"]
+    assert whole.shape[-2:] != (5, 5)
+    assert ring.obs["policy"].shape[-2:] == (5, 5)
+    assert ring.obs["policy"].any()
+
+
 # -- settings ---------------------------------------------------------------------------------------------------------
 
 
