@@ -20,6 +20,8 @@ from pql.contract.env import ObsSpec
 from pql.nets.cnn import reduced
 from pql.nets.encoders import channels_last, is_image
 
+CHUNK = 4096
+
 
 def kept_shape(spec: ObsSpec) -> tuple[int, ...]:
     """Return the stored shape of an observation: one frame if it is a stack, else its full shape."""
@@ -36,9 +38,10 @@ def stored_spec(spec: ObsSpec, side: int | None) -> ObsSpec:
 
     Images of floats stay, since they are normalised at full size.
     """
-    if side is None or not is_image(spec) or spec.dtype != torch.uint8:
+    if side is None or not is_image(spec) or spec.dtype != torch.uint8 or (spec.stack > 1 and len(spec.shape) < 3):
         return spec
-    places = (0, 1) if len(spec.shape) == 2 or channels_last(spec.shape) else (1, 2)
+    last = spec.stack == 1 and channels_last(spec.shape)
+    places = (0, 1) if len(spec.shape) == 2 or last else (1, 2)
     if side >= min(spec.shape[i] for i in places):
         return spec
     return replace(spec, shape=tuple(side if i in places else n for i, n in enumerate(spec.shape)))
@@ -48,8 +51,19 @@ def fitted(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return observations [n, ...] in the ``shape`` that a replay stores, which is theirs or that of reduced images."""
     if x.shape[1:] == shape:
         return x
-    last = channels_last(tuple(x.shape[1:]))
+    last = x.shape[-1] == shape[-1]
     return reduced(x, shape[0] if last else shape[-1], last)
+
+
+def in_parts(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """As :func:`fitted`, a few images at a time: they are floats while they are reduced."""
+    return torch.cat([fitted(part, shape) for part in x.split(CHUNK)])
+
+
+def as_stored(rows: Tensor, store: Tensor) -> Tensor:
+    """Return saved rows [n, ...] for ``store``; whole images, which older releases saved, are reduced."""
+    same = rows.shape[1:] == store.shape[1:] or rows.dim() != store.dim() or rows.dtype != torch.uint8
+    return rows if same else in_parts(rows, tuple(store.shape[1:]))
 
 
 def deepest(specs: Iterable[ObsSpec]) -> int:

@@ -26,7 +26,7 @@ import torch
 from torch import Generator, Tensor
 
 from pql.data.flags import NEXT_FIRST, pack_flags, tables
-from pql.data.frames import Stacker, deepest, fitted, kept_shape, newest_frame, put
+from pql.data.frames import Stacker, as_stored, deepest, fitted, kept_shape, newest_frame, put
 from pql.data.normalize import clip
 from pql.data.sizes import ReplayLayout, action_store, storage_dtype
 from pql.types import Acted, Batch, Memory, Obs, ObsBatch, Rows, Step, fill
@@ -353,6 +353,6 @@ class Replay:
         older = all(len(state[f"obs.{k}"]) == len(v) > self.rows * n for k, v in self.obs.items())
         stores = self._by_row() | ({f"obs.{k}": v for k, v in self.obs.items()} if older else {})
         for name, store in stores.items():
-            fill(name, store, state[name], least)
+            fill(name, store, as_stored(state[name], store), least)
         for name, store in self._by_final().items() if not older else ():
-            fill(name, store, state[name], min(int(state["finals"].max()), self.finals) * n)
+            fill(name, store, as_stored(state[name], store), min(int(state["finals"].max()), self.finals) * n)

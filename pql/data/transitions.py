@@ -20,12 +20,11 @@ from pql.config.files import check_header
 from pql.contract.env import ObsSpec
 from pql.data import tensorfile
 from pql.data.flags import FINAL_OK, NEXT_FIRST, TERMINATED, TRUNCATED, VALID
-from pql.data.frames import fitted, kept_shape
+from pql.data.frames import in_parts, kept_shape
 from pql.data.replay import Replay
 from pql.errors import ConfigError, nearest
 
 Columns = dict[str, Tensor]
-CHUNK = 4096  # images that are reduced at once
 META = {"format": "pql-replay-1"}  # one entry: safetensors writes several in random order, so files would differ
 
 
@@ -181,11 +180,11 @@ def read_transitions(
 
     def take_obs(prefix: str, count: list[int]) -> None:
         for k, s in obs.items():
-            name, dims = f"{prefix}.{k}", len(count)
+            name = f"{prefix}.{k}"
             shape, full = (x.shape if flat else kept_shape(x) for x in (s, s if whole is None else whole[k]))
-            if shape != full and column(name).shape[dims:] == full:
-                rows = column(name).flatten(0, dims - 1).split(CHUNK)
-                data[name] = torch.cat([fitted(x, shape) for x in rows]).view(*count, *shape)
+            if shape != full and column(name).shape == (*count, *full) and column(name).dtype == torch.uint8:
+                rows = column(name).flatten(0, len(count) - 1)
+                data[name] = in_parts(rows, shape).view(*count, *shape)
             take(name, [*count, *shape], "float" if s.dtype.is_floating_point else "uint8")
 
     take_obs("obs", lead if flat else [lead[0] + 1, lead[1]])
