@@ -166,7 +166,8 @@ def test_images_of_another_size_are_refused(tmp_path, wrong):
     collector.replays = [Replay(layout(SMALL, 60), CPU)]
     with pytest.raises(ConfigError) as caught:
         prefill(collector, tmp_path / "other")
-    assert f"a column obs.grey of uint8 [14, 3, 4, 4], not uint8 {list(wrong)}" in str(caught.value)
+    known = "a column obs.grey of uint8 [14, 3, 4, 4] or of whole images [14, 3, 12, 10]"
+    assert f"{known}, not uint8 {list(wrong)}" in str(caught.value)
 
 
 def test_only_bytes_are_stored_reduced_and_only_for_our_own_networks():
