@@ -165,7 +165,7 @@ def read_transitions(
         raise ConfigError(setting, path, f"a column reward of shape [T, N] or [M], not {lead}")
     out: Columns = {}
 
-    def take(name: str, shape: list[int], kind: str, default: Tensor | None = None, instead: str = "") -> None:
+    def take(name: str, shape: list[int], kind: str, default: Tensor | None = None, also: str = "") -> None:
         value = default if default is not None and name not in data else column(name)
         fits = {
             "float": value.is_floating_point(),
@@ -175,7 +175,7 @@ def read_transitions(
         }[kind]
         if list(value.shape) != shape or not fits:
             have = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-            raise ConfigError(setting, path, f"a column {name} of {kind} {shape}{instead}, not {have}")
+            raise ConfigError(setting, path, f"a column {name} of {kind} {shape}{also}, not {have}")
         out[name] = value
 
     def take_obs(prefix: str, count: list[int]) -> None:
@@ -185,8 +185,8 @@ def read_transitions(
             if shape != full and column(name).shape == (*count, *full) and column(name).dtype == torch.uint8:
                 rows = column(name).flatten(0, len(count) - 1)
                 data[name] = in_parts(rows, shape).view(*count, *shape)
-            instead = f" or of whole images {[*count, *full]}" if shape != full else ""
-            take(name, [*count, *shape], "float" if s.dtype.is_floating_point else "uint8", instead=instead)
+            also = f" or of whole images {[*count, *full]}" if shape != full else ""
+            take(name, [*count, *shape], "float" if s.dtype.is_floating_point else "uint8", also=also)
 
     take_obs("obs", lead if flat else [lead[0] + 1, lead[1]])
     take("reward", lead, "float")

@@ -88,6 +88,12 @@ def assert_equal_networks(ours: nn.Module, theirs: list[nn.Sequential]):
             torch.testing.assert_close(a.bias if single else a.bias[e, 0], b.bias, rtol=0, atol=1e-7)
 
 
+@pytest.mark.parametrize("preset", ["fasttd3", "fastsac", "flashsac"])
+def test_updates_are_in_bfloat16_where_the_published_ones_are(preset):
+    amp = {scale: compose(["device=cpu", f"algo={preset}", f"scale={scale}"]).algo.amp for scale in ("gpu", "cpu")}
+    assert amp == {"gpu": True, "cpu": False}
+
+
 def test_fasttd3():
     """Two critic updates to one of the policy; targets of the head with the lower mean, from the current policy."""
     config, value, improve = trainers("algo=fasttd3", "algo.critic.atoms=11")
