@@ -259,6 +259,7 @@ BY_HAND: dict[str, dict[str, Callable[[VecEnv], Play]]] = {
     "isaac_ant": {"a trot": trot},
     "isaac_humanoid": {"stiff legs": stiff},
     "walker2d": {"no torque": still},
+    "pusher": {"no torque": still},
     "anymal": {"standing still": still, "a trot": follower},
     "go1_velocity": {"standing still": still, "a trot": follower},
     "g1_velocity": {"standing still": still},

@@ -20,7 +20,7 @@ from pql.contract.env import ObsSpec
 from pql.nets.cnn import reduced
 from pql.nets.encoders import channels_last, is_image
 
-CHUNK = 4096
+CHUNK = 4096  # images that are reduced at once
 
 
 def kept_shape(spec: ObsSpec) -> tuple[int, ...]:
@@ -56,7 +56,7 @@ def fitted(x: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def in_parts(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """As :func:`fitted`, a few images at a time: they are floats while they are reduced."""
+    """As :func:`fitted`, ``CHUNK`` images at a time: they are floats while they are reduced."""
     return torch.cat([fitted(part, shape) for part in x.split(CHUNK)])
 
 
