@@ -302,7 +302,7 @@ def test_gaussian_recipes(name):
     critic_optim = torch.optim.AdamW([p for c in critics for p in c.parameters()], 1.0, betas, weight_decay=decay)
     actor_optim = torch.optim.AdamW(actor.parameters(), 1.0, betas, weight_decay=decay)
     alpha_optim = torch.optim.AdamW([alpha], 1.0, betas, weight_decay=0.0)
-    bound = {"flashsac": 5, "xqc": 5, "fastsac": 20, "simba_sac": 0, "pql2": 5}[name]
+    bound = {"flashsac": 5, "xqc": 5, "fastsac": 20, "simba_sac": 0, "pql2": 2}[name]
     atoms = torch.linspace(-bound, bound, 11).double()
     every = round(1 / config.algo.p_per_v)
     batch_norm = name in ("flashsac", "xqc")
