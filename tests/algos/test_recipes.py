@@ -286,10 +286,10 @@ def rate(name, update, per_update=1.0):
 
 @pytest.mark.parametrize("name", ["flashsac", "pql2"])
 def test_atoms_span_the_returns_that_the_cap_admits_and_little_more(name):
-    """Of atoms on +-5 and returns within +-1.5 seven tenths are never used (docs/results/pql2-cpu.md)."""
+    """Of atoms on +-5 and returns near +-1.5 seven tenths are hardly used, as in squint's CPU scale."""
     algo = compose(["device=cpu", f"algo={name}"]).algo
     assert algo.critic.v_min == -algo.critic.v_max
-    assert 0.5 <= algo.return_cap * algo.reward_scale / algo.critic.v_max <= 1
+    assert 0.7 <= algo.return_cap * algo.reward_scale / algo.critic.v_max <= 1
 
 
 @pytest.mark.parametrize("name", GAUSSIAN)
