@@ -265,12 +265,13 @@ def sampled(net, obs, gen, low, high):
 
 HALF_LOG = 0.5 * math.log(2 * math.pi * math.e)  # entropy of a standard normal
 GAUSSIAN = {
-    # target, reduction for the policy, norm of weights, betas, decay, tau, target entropy per action, log std's range
-    "flashsac": ("lower", "min", "all", (0.9, 0.999), 0.0, 0.01, math.log(0.15) + HALF_LOG, (-10, 2)),
-    "xqc": ("lower", "min", "linear", (0.9, 0.999), 0.0, 0.005, -0.5, (-10, 2)),
-    "fastsac": ("own", "mean", "none", (0.9, 0.95), 0.001, 0.125, 0.0, (-5, 0)),
-    "simba_sac": ("scalar", "min", "none", (0.9, 0.999), 0.01, 0.005, -0.5, (-10, 2)),
-    "pql2": ("lower", "mean", "none", (0.9, 0.95), 0.001, 0.05, -0.5, (-5, 0)),
+    # target, reduction for the policy, norm of weights, betas, decay, tau, target entropy per action, log std's range,
+    # first temperature, end of the atoms (0: scalar critics)
+    "flashsac": ("lower", "min", "all", (0.9, 0.999), 0.0, 0.01, math.log(0.15) + HALF_LOG, (-10, 2), 0.01, 5),
+    "xqc": ("lower", "min", "linear", (0.9, 0.999), 0.0, 0.005, -0.5, (-10, 2), 0.01, 5),
+    "fastsac": ("own", "mean", "none", (0.9, 0.95), 0.001, 0.125, 0.0, (-5, 0), 0.001, 20),
+    "simba_sac": ("scalar", "min", "none", (0.9, 0.999), 0.01, 0.005, -0.5, (-10, 2), 0.01, 0),
+    "pql2": ("lower", "mean", "none", (0.9, 0.95), 0.001, 0.05, -0.5, (-5, 0), 0.1, 2),
 }
 
 
@@ -298,7 +299,7 @@ def test_gaussian_recipes(name):
 
     Ours has the temperature in float32.
     """
-    kind, reduce, unit, betas, decay, tau, entropy, span = GAUSSIAN[name]
+    kind, reduce, unit, betas, decay, tau, entropy, span, first, bound = GAUSSIAN[name]
     words = [] if kind == "scalar" else ["algo.critic.atoms=11"]
     residual = name in ("flashsac", "simba_sac")
     hidden = ("algo.critic.hidden=[6]", "algo.policy.hidden=[4]") if residual else ()
@@ -306,13 +307,11 @@ def test_gaussian_recipes(name):
     critics = [separate(value.state.critic.module, e) for e in range(2)]
     targets = [separate(value.state.target.module, e) for e in range(2)]
     actor = separate(value.inputs.policy)
-    first = {"flashsac": 0.01, "xqc": 0.01, "fastsac": 0.001, "simba_sac": 0.01, "pql2": 0.1}[name]
     assert config.algo.alpha == first
     alpha = nn.Parameter(torch.tensor([first]).double().log())
     critic_optim = torch.optim.AdamW([p for c in critics for p in c.parameters()], 1.0, betas, weight_decay=decay)
     actor_optim = torch.optim.AdamW(actor.parameters(), 1.0, betas, weight_decay=decay)
     alpha_optim = torch.optim.AdamW([alpha], 1.0, betas, weight_decay=0.0)
-    bound = {"flashsac": 5, "xqc": 5, "fastsac": 20, "simba_sac": 0, "pql2": 2}[name]
     atoms = torch.linspace(-bound, bound, 11).double()
     every = round(1 / config.algo.p_per_v)
     batch_norm = name in ("flashsac", "xqc")
