@@ -271,7 +271,7 @@ GAUSSIAN = {
     "xqc": ("lower", "min", "linear", (0.9, 0.999), 0.0, 0.005, -0.5, (-10, 2), 0.01, 5),
     "fastsac": ("own", "mean", "none", (0.9, 0.95), 0.001, 0.125, 0.0, (-5, 0), 0.001, 20),
     "simba_sac": ("scalar", "min", "none", (0.9, 0.999), 0.01, 0.005, -0.5, (-10, 2), 0.01, 0),
-    "pql2": ("lower", "mean", "none", (0.9, 0.95), 0.001, 0.05, -0.5, (-5, 0), 0.1, 2),
+    "pql2": ("lower", "mean", "none", (0.9, 0.95), 0.001, 0.05, -0.5, (-5, 0), 0.1, 3),
 }
 
 
@@ -286,11 +286,11 @@ def rate(name, update, per_update=1.0):
 
 
 @pytest.mark.parametrize("name", ["flashsac", "pql2"])
-def test_atoms_span_the_returns_that_the_cap_admits_and_little_more(name):
-    """Of atoms on +-5 and returns near +-1.5 seven tenths are hardly used, as in squint's CPU scale."""
+def test_atoms_span_up_to_twice_the_returns_that_the_cap_admits(name):
+    """A wider range slows learning down: squint's CPU scale has returns near +-1.5 and atoms on +-5."""
     algo = compose(["device=cpu", f"algo={name}"]).algo
     assert algo.critic.v_min == -algo.critic.v_max
-    assert 0.7 <= algo.return_cap * algo.reward_scale / algo.critic.v_max <= 1
+    assert 0.5 <= algo.return_cap * algo.reward_scale / algo.critic.v_max <= 1
 
 
 @pytest.mark.parametrize("name", GAUSSIAN)
