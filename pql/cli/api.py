@@ -111,7 +111,11 @@ def evaluate(
 
 
 def report(
-    run: str | Path, out: str | Path | None = None, x: str = "seconds", thresholds: Sequence[float] = ()
+    run: str | Path,
+    out: str | Path | None = None,
+    x: str = "seconds",
+    thresholds: Sequence[float] = (),
+    at: Sequence[float] = (),
 ) -> dict[str, Any]:
     """Write a page about one run, as ``pql report`` does. Needs the extra ``report``.
 
@@ -119,12 +123,13 @@ def report(
         out: the page's folder; None: ``report`` in the run directory.
         x: the x axis: ``seconds``, ``env_steps`` or ``updates``.
         thresholds: returns; the page lists when each was reached.
+        at: positions on the x axis; the page lists the return at each.
     Returns:
         the numbers on the page, and ``page``, the path of its HTML file.
     Raises:
         ConfigError: not a run, a run without metrics, an unknown axis, or a folder that cannot be written.
     """
-    return _page([run], out, x, thresholds, single=True)
+    return _page([run], out, x, thresholds, single=True, points=at)
 
 
 def compare(
@@ -133,16 +138,17 @@ def compare(
     x: str = "seconds",
     thresholds: Sequence[float] = (),
     references: str | Path | None = None,
+    at: Sequence[float] = (),
 ) -> dict[str, Any]:
     """Write a page that compares runs, as ``pql compare`` does: ``pql.compare("runs", x="env_steps")``.
 
     Args:
         runs: run directories, or folders of runs.
         out: the page's folder; None: ``comparison`` in the working directory.
-        x, thresholds: as for :func:`report`; so are results and errors.
+        x, thresholds, at: as for :func:`report`; so are results and errors.
         references: a file of returns that count as 0 and 1 (``docs/compare.md``).
     """
-    return _page(runs, out, x, thresholds, single=False, references=references)
+    return _page(runs, out, x, thresholds, single=False, references=references, points=at)
 
 
 def _page(
@@ -152,13 +158,14 @@ def _page(
     thresholds: Sequence[float],
     single: bool,
     references: str | Path | None = None,
+    points: Sequence[float] = (),
 ) -> dict[str, Any]:
     from pql.reports import write
 
     if not runs:
         raise ConfigError("run", None, "run directories")
     folder, known = (None if path is None else Path(path).expanduser() for path in (out, references))
-    page, numbers = write([str(Path(run).expanduser()) for run in runs], folder, x, thresholds, single, known)
+    page, numbers = write([str(Path(run).expanduser()) for run in runs], folder, x, thresholds, single, known, points)
     return {"page": str(page), **numbers}
 
 

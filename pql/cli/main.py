@@ -40,8 +40,8 @@ COMMANDS: dict[str, dict[str, type]] = {
         "port": int,
     },
     "export": {"formats": str, "scale": bool, "out": str},
-    "compare": {"x": str, "out": str, "thresholds": list, "references": str},
-    "report": {"x": str, "out": str, "thresholds": list, "references": str},
+    "compare": {"x": str, "out": str, "thresholds": list, "at": list, "references": str},
+    "report": {"x": str, "out": str, "thresholds": list, "at": list, "references": str},
     "watch": {"port": int, "open": bool},
     "pull": {"out": str, "revision": str},
     "push": {"private": bool, "message": str},
@@ -221,11 +221,14 @@ def parser() -> argparse.ArgumentParser:
     evaluate.set_defaults(run=run_eval)
     compare = sub.add_parser("compare", help="compare runs on one page: pql compare RUN... x=env_steps out=DIR")
     compare.add_argument(
-        "words", metavar="RUN", nargs="+", help="runs, or folders of runs; x= out= thresholds=[...] references="
+        "words",
+        metavar="RUN",
+        nargs="+",
+        help="runs, or folders of runs; x= out= thresholds=[...] at=[...] references=",
     )
     compare.set_defaults(run=run_report, single=False)
     report = sub.add_parser("report", help="a page about one run: pql report RUN out=DIR")
-    report.add_argument("words", metavar="RUN", nargs="+", help="a run; x= out= thresholds=[...]")
+    report.add_argument("words", metavar="RUN", nargs="+", help="a run; x= out= thresholds=[...] at=[...]")
     report.set_defaults(run=run_report, single=True)
     watch = sub.add_parser("watch", help="a live page about runs, on this machine: pql watch RUN|FOLDER port=8421")
     watch.add_argument("path", metavar="RUN|FOLDER")
@@ -415,13 +418,14 @@ def run_report(args: argparse.Namespace) -> int:
     asked = parse_pairs([w for w in args.words if w not in runs], COMMANDS["report"])
     if not runs or (args.single and len(runs) > 1):
         raise ConfigError("run", " ".join(runs) or None, "one run directory" if args.single else "run directories")
-    levels = asked.get("thresholds", [])
-    if any(isinstance(v, bool) or not isinstance(v, int | float) for v in levels):
-        raise ConfigError("thresholds", levels, "a list of numbers such as [100,200]")
+    levels, points = (asked.get(key, []) for key in ("thresholds", "at"))
+    for key, values in (("thresholds", levels), ("at", points)):
+        if any(isinstance(v, bool) or not isinstance(v, int | float) for v in values):
+            raise ConfigError(key, values, "a list of numbers such as [100,200]")
     out = Path(asked["out"]).expanduser() if "out" in asked else None
     references = Path(asked["references"]).expanduser() if "references" in asked else None
     with within(deadlines.REPORT, "the report", "a report"):
-        path, numbers = reports.write(runs, out, asked.get("x", "seconds"), levels, args.single, references)
+        path, numbers = reports.write(runs, out, asked.get("x", "seconds"), levels, args.single, references, points)
     reports.tell(numbers)
     print(f"page: {path}\nnumbers: {path.with_name('numbers.json')}")
     return 0

@@ -28,6 +28,7 @@ def write(
     thresholds: Sequence[float] = (),
     single: bool = False,
     references: Path | None = None,
+    points: Sequence[float] = (),
 ) -> tuple[Path, dict[str, Any]]:
     """Read runs, write ``index.html``, its figures as PNG and ``numbers.json`` into a folder.
 
@@ -38,6 +39,7 @@ def write(
         thresholds: returns for the time-to-threshold table.
         single: write a page about one run.
         references: file of returns by which scores are normalised (``references.yaml`` shows its form).
+        points: positions on ``x`` at which every run's return is given.
     Returns:
         The page and its numbers.
     Raises:
@@ -66,7 +68,7 @@ def write(
     if single and out is None:
         check_links(paths[0], "report")
     _make(folder)  # before the work starts
-    analysis = numbers.analyse(found, x, thresholds, notes, scales)
+    analysis = numbers.analyse(found, x, thresholds, notes, scales, points)
     series = numbers.clean(numbers.series(found[0])) if single else None
     shown = symptoms(found[0].rows, found[0].settings) if single else []
     parts = page.sections(analysis, series, found)
@@ -117,7 +119,8 @@ def tell(numbers: dict[str, Any]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from pql.reports.words import findings, num, spoken
+    from pql.reports.numbers import UNITS
+    from pql.reports.words import compact, findings, num, spoken
 
     console = Console()
     if not console.is_terminal:  # do not wrap lines to a window
@@ -133,6 +136,13 @@ def tell(numbers: dict[str, Any]) -> None:
             table.add_row(*about, str(len(group["scores"])), spoken(score["iqm"]), *middle)
     if table.row_count:
         console.print(table)
+    chosen = [
+        f"{task['task']}, {group['label']}, at {compact(point)} {UNITS[numbers['x']]}: median {num(found['median'])} "
+        f"({', '.join(map(num, found['returns']))})"
+        for task in numbers["tasks"]
+        for group in task["groups"]
+        for point, found in zip(task["points"], group["returns_at"], strict=False)
+    ]
     found = [f"{task}: {text}" for task, text in findings(numbers)]
-    for line in (*found, *(f"note: {n}" for n in numbers["notes"])):
+    for line in (*chosen, *found, *(f"note: {n}" for n in numbers["notes"])):
         console.print(printable(line), highlight=False, markup=False, soft_wrap=True)

@@ -27,6 +27,7 @@ def analyse(
     thresholds: Sequence[float] = (),
     notes: Sequence[str] = (),
     references: Mapping[str, Scale] | None = None,
+    points: Sequence[float] = (),
 ) -> dict[str, Any]:
     """Return all numbers of a page about ``runs``.
 
@@ -36,6 +37,7 @@ def analyse(
         notes: additional remarks for the reader.
         references: returns that count as 0 and 1, by task; default: those of ``references.yaml``. Used if every task
             has one; if not, the scale of each task is the range of its evaluations.
+        points: positions on ``x`` at which every run's return is given.
     Returns:
         Plain dicts and lists; unknown values are None. ``docs/compare.md`` describes it.
     """
@@ -46,7 +48,7 @@ def analyse(
     scales = {t: scale for t in names if (scale := reference_of(t, known() if references is None else references))}
     if len(scales) < len(names):
         scales = {t: own_range(*task_range(by_task[t])) for t in names}
-    tasks = [task_numbers(by_task[t], ends.get(t), scales[t], x, thresholds) for t in names]
+    tasks = [task_numbers(by_task[t], ends.get(t), scales[t], x, thresholds, points) for t in names]
     order = ranking(tasks)
     for task in tasks:
         task["groups"].sort(key=lambda g: order.index(g["label"]))
@@ -88,7 +90,12 @@ def task_range(runs: Sequence[Run]) -> tuple[float, float]:
 
 
 def task_numbers(
-    runs: Sequence[Run], ends: Mapping[str, float] | None, scale: Scale, x: str, thresholds: Sequence[float]
+    runs: Sequence[Run],
+    ends: Mapping[str, float] | None,
+    scale: Scale,
+    x: str,
+    thresholds: Sequence[float],
+    points: Sequence[float],
 ) -> dict[str, Any]:
     """Numbers of one task: its range, its scale and its groups."""
     low, high = task_range(runs)
@@ -102,6 +109,7 @@ def task_numbers(
         "scale": scale.as_dict(),
         "end": dict(ends) if ends else None,
         "thresholds": levels if ends else [],
+        "points": [float(p) for p in points] if ends else [],
     }
     labels = list(dict.fromkeys(r.label for r in runs))
     out["groups"] = [group_numbers([r for r in runs if r.label == text], out, scale, x) for text in labels]
@@ -126,6 +134,7 @@ def group_numbers(runs: Sequence[Run], task: Mapping[str, Any], scale: Scale, x:
         "at": {},
         "curves": {},
         "time_to": [],
+        "returns_at": [],
         "final": {},
     }
     if not scored:
@@ -141,6 +150,7 @@ def group_numbers(runs: Sequence[Run], task: Mapping[str, Any], scale: Scale, x:
     }
     out["curves"] = {axis: curve(scored, axis) for axis in AXES}
     out["time_to"] = [reaching(scored, level["value"]) for level in task["thresholds"]]
+    out["returns_at"] = [returns_at(scored, x, point) for point in task["points"]]
     return out
 
 
@@ -149,6 +159,13 @@ def iqm_at(runs: Sequence[Run], axis: str, x: float) -> dict[str, float]:
     if not math.isfinite(x):
         return {"value": math.nan, "low": math.nan, "high": math.nan}
     return aggregates([np.array([float(at(r, axis, x)) for r in runs])])["iqm"]
+
+
+def returns_at(runs: Sequence[Run], axis: str, x: float) -> dict[str, Any]:
+    """Each run's return at ``x``, nan before its first and after its last evaluation, and their median without nan."""
+    returns = [float(at(r, axis, x)) if r.evals[axis][0] <= x <= r.evals[axis][-1] else math.nan for r in runs]
+    known = [v for v in returns if math.isfinite(v)]
+    return {"returns": returns, "median": float(np.median(known)) if known else math.nan}
 
 
 def independent(runs: Sequence[Run]) -> int:

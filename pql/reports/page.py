@@ -20,6 +20,7 @@ from pql.reports.tables import (
     efficiency_table,
     named,
     overall_table,
+    points_table,
     scales_table,
     score_table,
     span,
@@ -65,7 +66,7 @@ def sections(numbers: Numbers, series: Mapping[str, Any] | None = None, runs: Se
         out = [curves_section(numbers, series)]
         if len(numbers["runs"]) > 1:
             out.append(scores_section(numbers))
-        out += [thresholds_section(numbers), speed_section(numbers, series)]
+        out += [points_section(numbers), thresholds_section(numbers), speed_section(numbers, series)]
         if series:
             out.append(rest_section(series))
     out.append(runs_section(numbers))
@@ -150,6 +151,13 @@ def scores_section(numbers: Numbers) -> Section:
         out.text += " " + ABOUT["profile"]
     if 1 < len(overall["groups"]) <= 8:
         out.tables.append(beats_table(overall, labels))
+    return out
+
+
+def points_section(numbers: Numbers) -> Section:
+    out = Section("Returns at chosen points", ABOUT["points"])
+    tasks = [task for task in numbers["tasks"] if task["points"]]
+    out.tables += [points_table(task, numbers["labels"], numbers["x"]) for task in tasks]
     return out
 
 

@@ -62,6 +62,17 @@ def efficiency_table(task: Numbers, labels: Sequence[str]) -> Table:
     return Table(caption, ["algorithm", *heads, "env steps/s"], rows)
 
 
+def points_table(task: Numbers, labels: Sequence[str], x: str) -> Table:
+    """Medians at chosen positions, with the return of each run below."""
+    rows = [
+        [named(g, labels), *(Cell(num(at["median"]), ", ".join(map(num, at["returns"]))) for at in g["returns_at"])]
+        for g in task["groups"]
+        if g["returns_at"]
+    ]
+    heads = [f"at {compact(point)} {UNITS[x]}" for point in task["points"]]
+    return Table(f"{task['task']}: return", ["algorithm", *heads], rows)
+
+
 def scales_table(tasks: Sequence[Numbers]) -> Table:
     """The returns that count as 0 and 1 in normalised scores, and their sources."""
     rows = [

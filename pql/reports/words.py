@@ -185,6 +185,10 @@ ABOUT = {
         "the better. If two profiles cross, neither algorithm is better at every level. The mark is at the score "
         "that half of the runs exceed."
     ),
+    "points": (
+        "Median over the runs, with the return of each run in small print, in the order of the table of runs: linear "
+        "between two evaluations, a dash before the first and after the last."
+    ),
     "thresholds": (
         "First time at which the curve of evaluations reaches a return, with linear interpolation: median over the "
         "runs, with minimum and maximum below. A run that never reaches it counts as infinite; one that is above it "

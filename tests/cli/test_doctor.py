@@ -187,6 +187,7 @@ def test_robots_that_are_there_and_the_command_for_others(monkeypatch, tmp_path)
         ("pql train scale=g", ["scale=gpu"]),
         ("pql compare runs/a ", []),  # another run, perhaps
         ("pql compare runs/a thr", ["thresholds="]),
+        ("pql report runs/a a", ["at="]),
         ("pql report runs/a x=", [f"x={axis}" for axis in ("seconds", "env_steps", "updates")]),
         ("pql list ", ["tasks", "algos", "games"]),
         ("pql doctor --env pend", ["pendulum"]),

@@ -319,6 +319,22 @@ def test_the_time_to_thresholds_of_a_group(two):
     ]  # 0 lowest, 200 highest
 
 
+def test_returns_at_chosen_points_are_interpolated_and_never_extrapolated(two):
+    """pql is evaluated at 10 and 20 s, slow at 10 and 40 s."""
+    page = numbers_of(two, points=[5, 15, 20, 30])
+    assert page["tasks"][0]["points"] == [5, 15, 20, 30]
+    assert group(page, "pql")["returns_at"] == [
+        {"returns": [None, None], "median": None},
+        {"returns": [50, 100], "median": 75},
+        {"returns": [100, 200], "median": 150},
+        {"returns": [None, None], "median": None},
+    ]
+    write_run(two / "pql3", [(10.0, 1000, 0.0), (30.0, 3000, 400.0)], seed=3)
+    after, end = group(numbers_of(two, points=[2000, 3000], x="env_steps"), "pql")["returns_at"]
+    assert after == {"returns": [100, 200, 200], "median": 200}
+    assert end == {"returns": [None, None, 400], "median": 400}
+
+
 def test_over_all_tasks_scores_are_normalised_by_task(two):
     write_run(two / "h1", [(10.0, 1000, -100.0), (20.0, 2000, 300.0)], task="hopper")
     write_run(two / "h2", [(10.0, 1000, -100.0), (20.0, 2000, 0.0)], task="hopper", algo="slow")

@@ -17,7 +17,7 @@ from pql.cli.main import main
 pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
 from pql.reports import draw, write
-from pql.reports.words import compact, findings, num
+from pql.reports.words import DASH, compact, findings, num
 
 VOID = {"meta", "br", "link", "img", "hr", "input"}
 
@@ -400,10 +400,11 @@ def test_comparing_two_real_runs_and_reporting_one(tmp_path, monkeypatch, capsys
         ),
         (
             ["compare", "{}", "xx=seconds"],
-            "xx=seconds: expected one of x, out, thresholds, references (did you mean x?)",
+            "xx=seconds: expected one of x, out, thresholds, at, references (did you mean x?)",
         ),
         (["compare", "{}", "thresholds=5"], "thresholds=5: expected a list of numbers such as [100,200]"),
         (["compare", "{}", "thresholds=[a]"], "thresholds=['a']: expected a list of numbers such as [100,200]"),
+        (["compare", "{}", "at=[1,true]"], "at=[1, True]: expected a list of numbers such as [100,200]"),
         (["compare", "{}", "out=/proc/x"], "out=/proc/x: expected a folder that can be written"),
         (["compare", "x=seconds"], "run=null: expected run directories"),
         (["compare", "{}/.."], "expected a run directory"),
@@ -442,6 +443,20 @@ def test_a_page_replaces_the_one_before_and_nothing_else(tmp_path):
     pictures = {p.name for p in out.glob("*.png")}
     assert pictures == {*json.loads((out / "numbers.json").read_text())["pictures"], "mine.png"} < first
     assert "curve-1-seconds.png" not in pictures
+
+
+@pytest.mark.parametrize("command", ["report", "compare"])
+def test_returns_at_chosen_points_are_on_the_page_and_printed(tmp_path, capsys, command):
+    path = write_run(tmp_path / "r", [(10.0, 1000, 0.0), (20.0, 2000, 100.0)])
+    assert main([command, str(path), "x=env_steps", "at=[1250,3000]", f"out={tmp_path / 'out'}"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert "pendulum, pql, at 1,250 env steps: median 25 (25)" in said
+    text = (tmp_path / "out/index.html").read_text()
+    [table] = [t for t in re.findall(r"<table>.*?</table>", text, re.S) if "at 1,250 env steps" in t]
+    cells = [cell.strip() for cell in re.findall(r"<td[^>]*>(.*?)</td>", table, re.S)]
+    assert cells[-2:] == ["25<small>25</small>", f"{DASH}<small>{DASH}</small>"]
+    assert main([command, str(path), f"out={tmp_path / 'out'}"]) == 0
+    assert "Returns at chosen points" not in (tmp_path / "out/index.html").read_text()
 
 
 def test_an_axis_that_a_run_does_not_tell(tmp_path, capsys):
