@@ -7,9 +7,11 @@ written.
 
 import importlib.util
 import json
+import math
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +45,10 @@ def write(
     Returns:
         The page and its numbers.
     Raises:
-        ConfigError: a path is not a run, a run has no metrics, the axis is unknown, the folder cannot be written or a
-            package is missing.
+        ConfigError: a path is not a run, a run has no metrics, the axis is unknown, a threshold or point is not a
+            number, the folder cannot be written or a package is missing.
     """
+    thresholds, points = check_numbers("thresholds", thresholds), check_numbers("at", points)
     check_packages()
     from pql.reports import numbers, page, runs
     from pql.reports.references import known
@@ -88,6 +91,15 @@ def write(
     return folder / "index.html", analysis
 
 
+def check_numbers(key: str, values: Any) -> list[float]:
+    """Return a setting's numbers, or raise ``ConfigError``."""
+    if isinstance(values, Iterable) and not isinstance(values, str):
+        values = list(values)
+        if all(isinstance(v, Real) and not isinstance(v, bool) and math.isfinite(v) for v in values):
+            return [float(v) for v in values]
+    raise ConfigError(key, values, "a list of numbers such as [100,200]")
+
+
 def _make(folder: Path) -> None:
     """Raise ``ConfigError`` if ``folder`` is not a writable folder."""
     try:
@@ -120,7 +132,7 @@ def tell(numbers: dict[str, Any]) -> None:
     from rich.text import Text
 
     from pql.reports.numbers import UNITS
-    from pql.reports.words import compact, findings, num, spoken
+    from pql.reports.words import findings, num, spoken
 
     console = Console()
     if not console.is_terminal:  # do not wrap lines to a window
@@ -137,11 +149,12 @@ def tell(numbers: dict[str, Any]) -> None:
     if table.row_count:
         console.print(table)
     chosen = [
-        f"{task['task']}, {group['label']}, at {compact(point)} {UNITS[numbers['x']]}: median {num(found['median'])} "
-        f"({', '.join(map(num, found['returns']))})"
+        f"{task['task']}, {group['label']}, at {num(point, whole=True)} {UNITS[numbers['x']]}: median "
+        f"{num(there['median'])} ({', '.join(map(num, there['returns']))})"
         for task in numbers["tasks"]
         for group in task["groups"]
-        for point, found in zip(task["points"], group["returns_at"], strict=False)
+        if group["returns_at"]
+        for point, there in zip(task["points"], group["returns_at"], strict=True)
     ]
     found = [f"{task}: {text}" for task, text in findings(numbers)]
     for line in (*chosen, *found, *(f"note: {n}" for n in numbers["notes"])):

@@ -109,7 +109,7 @@ def task_numbers(
         "scale": scale.as_dict(),
         "end": dict(ends) if ends else None,
         "thresholds": levels if ends else [],
-        "points": [float(p) for p in points] if ends else [],
+        "points": list(points) if ends else [],
     }
     labels = list(dict.fromkeys(r.label for r in runs))
     out["groups"] = [group_numbers([r for r in runs if r.label == text], out, scale, x) for text in labels]
@@ -150,7 +150,7 @@ def group_numbers(runs: Sequence[Run], task: Mapping[str, Any], scale: Scale, x:
     }
     out["curves"] = {axis: curve(scored, axis) for axis in AXES}
     out["time_to"] = [reaching(scored, level["value"]) for level in task["thresholds"]]
-    out["returns_at"] = [returns_at(scored, x, point) for point in task["points"]]
+    out["returns_at"] = [returns_at(runs, x, point) for point in task["points"]]
     return out
 
 
@@ -163,7 +163,8 @@ def iqm_at(runs: Sequence[Run], axis: str, x: float) -> dict[str, float]:
 
 def returns_at(runs: Sequence[Run], axis: str, x: float) -> dict[str, Any]:
     """Each run's return at ``x``, nan before its first and after its last evaluation, and their median without nan."""
-    returns = [float(at(r, axis, x)) if r.evals[axis][0] <= x <= r.evals[axis][-1] else math.nan for r in runs]
+    within = [len(r.evals[axis]) and r.evals[axis][0] <= x <= r.evals[axis][-1] for r in runs]
+    returns = [float(at(r, axis, x)) if inside else math.nan for r, inside in zip(runs, within, strict=True)]
     known = [v for v in returns if math.isfinite(v)]
     return {"returns": returns, "median": float(np.median(known)) if known else math.nan}
 
@@ -311,6 +312,9 @@ def task_remarks(task: Mapping[str, Any], runs: Sequence[Run], x: str) -> list[s
             out.append(f"{group['label']} on {name}: seed {', '.join(twice)} more than once.")
     if task["end"] is None:
         return out
+    for i, point in enumerate(task["points"]):
+        if all(math.isnan(g["returns_at"][i]["median"]) for g in task["groups"] if g["returns_at"]):
+            out.append(f"No run on {name} was evaluated before and after {point:,.10g} {UNITS[x]}.")
     end, mine = task["end"][x], [r for r in runs if len(r.evals["return_mean"])]
     short = [r.name for r in mine if r.evals[x][-1] < 0.98 * end]
     if short:

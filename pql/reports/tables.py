@@ -69,7 +69,7 @@ def points_table(task: Numbers, labels: Sequence[str], x: str) -> Table:
         for g in task["groups"]
         if g["returns_at"]
     ]
-    heads = [f"at {compact(point)} {UNITS[x]}" for point in task["points"]]
+    heads = [f"at {num(point, whole=True)} {UNITS[x]}" for point in task["points"]]
     return Table(f"{task['task']}: return", ["algorithm", *heads], rows)
 
 

@@ -186,8 +186,8 @@ ABOUT = {
         "that half of the runs exceed."
     ),
     "points": (
-        "Median over the runs, with the return of each run in small print, in the order of the table of runs: linear "
-        "between two evaluations, a dash before the first and after the last."
+        "The return of each run in small print, in the order of the table of runs: linear between two evaluations, a "
+        "dash before the first and after the last. Above it the median of the runs that have a return there."
     ),
     "thresholds": (
         "First time at which the curve of evaluations reaches a return, with linear interpolation: median over the "

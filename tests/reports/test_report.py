@@ -333,6 +333,10 @@ def test_returns_at_chosen_points_are_interpolated_and_never_extrapolated(two):
     after, end = group(numbers_of(two, points=[2000, 3000], x="env_steps"), "pql")["returns_at"]
     assert after == {"returns": [100, 200, 200], "median": 200}
     assert end == {"returns": [None, None, 400], "median": 400}
+    write_run(two / "pql0", [], seed=0, rows=[{"time/seconds": 5.0, "steps/env": 500}])  # no evaluation
+    page = numbers_of(two, points=[2000], x="env_steps")
+    assert group(page, "pql")["seeds"] == [0, 1, 2, 3]
+    assert group(page, "pql")["returns_at"] == [{"returns": [None, 100, 200, 200], "median": 200}]
 
 
 def test_over_all_tasks_scores_are_normalised_by_task(two):

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 from run_files import words, write_run
 
+import pql
 from pql.cli.main import main
+from pql.errors import ConfigError
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
@@ -405,6 +407,7 @@ def test_comparing_two_real_runs_and_reporting_one(tmp_path, monkeypatch, capsys
         (["compare", "{}", "thresholds=5"], "thresholds=5: expected a list of numbers such as [100,200]"),
         (["compare", "{}", "thresholds=[a]"], "thresholds=['a']: expected a list of numbers such as [100,200]"),
         (["compare", "{}", "at=[1,true]"], "at=[1, True]: expected a list of numbers such as [100,200]"),
+        (["compare", "{}", "at=[1e400]"], "at=[inf]: expected a list of numbers such as [100,200]"),
         (["compare", "{}", "out=/proc/x"], "out=/proc/x: expected a folder that can be written"),
         (["compare", "x=seconds"], "run=null: expected run directories"),
         (["compare", "{}/.."], "expected a run directory"),
@@ -445,16 +448,25 @@ def test_a_page_replaces_the_one_before_and_nothing_else(tmp_path):
     assert "curve-1-seconds.png" not in pictures
 
 
+@pytest.mark.parametrize("at", ["12", 5, None, [1500, None], [float("nan")]])
+def test_points_that_are_no_numbers_are_refused_in_python_too(tmp_path, at):
+    path = write_run(tmp_path / "r", [(10.0, 1000, 0.0)])
+    with pytest.raises(ConfigError, match=r"at=.*: expected a list of numbers"):
+        pql.compare(path, at=at, out=tmp_path / "out")
+
+
 @pytest.mark.parametrize("command", ["report", "compare"])
 def test_returns_at_chosen_points_are_on_the_page_and_printed(tmp_path, capsys, command):
     path = write_run(tmp_path / "r", [(10.0, 1000, 0.0), (20.0, 2000, 100.0)])
-    assert main([command, str(path), "x=env_steps", "at=[1250,3000]", f"out={tmp_path / 'out'}"]) == 0
+    points = ",".join(["1250", "3000", *map(str, range(1251, 1300))])  # longer than a file's name may be
+    assert main([command, str(path), "x=env_steps", f"at=[{points}]", f"out={tmp_path / 'out'}"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert "pendulum, pql, at 1,250 env steps: median 25 (25)" in said
+    assert "note: No run on pendulum was evaluated before and after 3,000 env steps." in said
     text = (tmp_path / "out/index.html").read_text()
     [table] = [t for t in re.findall(r"<table>.*?</table>", text, re.S) if "at 1,250 env steps" in t]
     cells = [cell.strip() for cell in re.findall(r"<td[^>]*>(.*?)</td>", table, re.S)]
-    assert cells[-2:] == ["25<small>25</small>", f"{DASH}<small>{DASH}</small>"]
+    assert cells[:2] == ["25<small>25</small>", f"{DASH}<small>{DASH}</small>"]
     assert main([command, str(path), f"out={tmp_path / 'out'}"]) == 0
     assert "Returns at chosen points" not in (tmp_path / "out/index.html").read_text()
 
