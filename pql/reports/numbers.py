@@ -76,11 +76,11 @@ def common_end(runs: Sequence[Run], axis: str) -> float:
     """Return the smallest last evaluation of all runs on ``axis``.
 
     Runs that were cut off or that ended at their target return do not shorten the others: their last evaluation is
-    used for later points.
+    used for later points. nan if a run does not record the axis.
     """
     full = [r for r in runs if r.complete and not r.reached] or [r for r in runs if r.complete]
     lasts = [float(r.evals[axis][-1]) for r in full or runs]
-    return max(lasts) if full and all(r.reached for r in full) else min(lasts)
+    return float(np.max(lasts) if full and all(r.reached for r in full) else np.min(lasts))
 
 
 def task_range(runs: Sequence[Run]) -> tuple[float, float]:
@@ -177,7 +177,7 @@ def independent(runs: Sequence[Run]) -> int:
 
 def curve(runs: Sequence[Run], axis: str) -> dict[str, list[float]]:
     """Return the IQM over the runs and its band, from the point where all have been evaluated to their common end."""
-    start, end = max(float(r.evals[axis][0]) for r in runs), common_end(runs, axis)
+    start, end = float(np.max([r.evals[axis][0] for r in runs])), common_end(runs, axis)
     if not math.isfinite(start + end):  # a run that records no updates
         return {"x": [], "iqm": [], "low": [], "high": []}
     x = np.linspace(start, end, GRID) if end > start else np.array([max(start, end)])

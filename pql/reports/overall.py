@@ -1,6 +1,5 @@
 """Numbers over all tasks, from normalised scores: aggregates, profiles, curves and probabilities of improvement."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -93,9 +92,10 @@ def overall(
 
 def shared_grid(runs: Sequence[Run], tasks: Sequence[Mapping[str, Any]], axis: str) -> Array:
     """Return points from the first evaluation that all runs have to the smallest common end of a task; else none."""
-    start = max((float(r.evals[axis][0]) for r in runs), default=math.nan)
-    end = min((t["end"][axis] for t in tasks), default=math.nan)
-    return np.linspace(start, end, GRID) if end > start else np.array([])
+    if not tasks:
+        return np.array([])
+    start, end = np.max([r.evals[axis][0] for r in runs]), np.min([t["end"][axis] for t in tasks])
+    return np.linspace(start, end, GRID) if end > start else np.array([])  # nan if a run does not record the axis
 
 
 def normalised_curve(mine: Sequence[tuple[Sequence[Run], Scale]], axis: str, x: Array) -> dict[str, list[float]]:

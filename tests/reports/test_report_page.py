@@ -479,6 +479,23 @@ def test_an_axis_that_a_run_does_not_tell(tmp_path, capsys):
     assert main(["compare", str(path), f"out={tmp_path}"]) == 0
 
 
+@pytest.mark.parametrize("without", ["a", "b"])
+def test_a_run_with_updates_beside_one_without(tmp_path, without):
+    """Of an axis that some runs lack, neither a group with such a run nor all tasks together have a curve."""
+    for name in ("a", "b"):
+        path = write_run(tmp_path / name, [(10.0, 1000, 0.0), (20.0, 2000, 100.0)], seed=ord(name))
+        if name == without:
+            rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+            kept = [{k: v for k, v in row.items() if not k.startswith("updates/")} for row in rows]
+            (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+    found = pql.compare(tmp_path / "a", tmp_path / "b", out=tmp_path / "out")
+    [task] = found["tasks"]
+    [mine] = task["groups"]
+    assert (task["end"], mine["scores"]) == ({"seconds": 20, "env_steps": 2000, "updates": None}, [100, 100])
+    assert [len(mine["curves"][axis]["x"]) for axis in ("seconds", "env_steps", "updates")] == [100, 100, 0]
+    assert {k: len(v) for k, v in found["overall"]["x"].items()} == {"seconds": 50, "env_steps": 50, "updates": 0}
+
+
 @pytest.mark.parametrize("package", ["matplotlib", "scipy", "jinja2"])
 def test_a_package_that_is_not_installed_is_named(two, capsys, monkeypatch, package):
     real = __import__("importlib.util").util.find_spec
