@@ -177,7 +177,7 @@ def independent(runs: Sequence[Run]) -> int:
 
 def curve(runs: Sequence[Run], axis: str) -> dict[str, list[float]]:
     """Return the IQM over the runs and its band, from the point where all have been evaluated to their common end."""
-    start, end = float(np.max([r.evals[axis][0] for r in runs])), common_end(runs, axis)
+    start, end = max(float(r.evals[axis][0]) for r in runs), common_end(runs, axis)
     if not math.isfinite(start + end):  # a run that records no updates
         return {"x": [], "iqm": [], "low": [], "high": []}
     x = np.linspace(start, end, GRID) if end > start else np.array([max(start, end)])
