@@ -127,7 +127,8 @@ def report(
     Returns:
         the numbers on the page, and ``page``, the path of its HTML file.
     Raises:
-        ConfigError: not a run, a run without metrics, an unknown axis, or a folder that cannot be written.
+        ConfigError: not a run, a run without metrics, an unknown axis, a threshold or position that is not a number, or
+            a folder that cannot be written.
     """
     return _page([run], out, x, thresholds, single=True, points=at)
 

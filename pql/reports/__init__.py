@@ -7,11 +7,9 @@ written.
 
 import importlib.util
 import json
-import math
 import os
 import shlex
 from collections.abc import Iterable, Sequence
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ import pql
 from pql.config.files import read_json
 from pql.config.trust import check_links
 from pql.errors import ConfigError, nearest, printable
+from pql.reports.references import is_number, known
 
 PACKAGES = ("matplotlib", "scipy", "jinja2")
 
@@ -51,7 +50,6 @@ def write(
     thresholds, points = check_numbers("thresholds", thresholds), check_numbers("at", points)
     check_packages()
     from pql.reports import numbers, page, runs
-    from pql.reports.references import known
     from pql.reports.symptoms import symptoms
     from pql.reports.watch.feed import newest
 
@@ -95,7 +93,7 @@ def check_numbers(key: str, values: Any) -> list[float]:
     """Return a setting's numbers, or raise ``ConfigError``."""
     if isinstance(values, Iterable) and not isinstance(values, str):
         values = list(values)
-        if all(isinstance(v, Real) and not isinstance(v, bool) and math.isfinite(v) for v in values):
+        if all(map(is_number, values)):
             return [float(v) for v in values]
     raise ConfigError(key, values, "a list of numbers such as [100,200]")
 

@@ -94,7 +94,7 @@ def shared_grid(runs: Sequence[Run], tasks: Sequence[Mapping[str, Any]], axis: s
     """Return points from the first evaluation that all runs have to the smallest common end of a task; else none."""
     if not tasks:
         return np.array([])
-    start, end = np.max([r.evals[axis][0] for r in runs]), np.min([t["end"][axis] for t in tasks])
+    start, end = max(float(r.evals[axis][0]) for r in runs), np.min([t["end"][axis] for t in tasks])
     return np.linspace(start, end, GRID) if end > start else np.array([])  # nan if a run does not record the axis
 
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.resources import as_file, files
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def read_scales(path: Path) -> dict[str, Scale]:
 
 
 def is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def reference_of(task: str, scales: Mapping[str, Scale]) -> Scale | None:

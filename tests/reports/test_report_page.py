@@ -496,6 +496,17 @@ def test_a_run_with_updates_beside_one_without(tmp_path, without):
     assert {k: len(v) for k, v in found["overall"]["x"].items()} == {"seconds": 50, "env_steps": 50, "updates": 0}
 
 
+@pytest.mark.parametrize("without", ["hopper", "pendulum"])
+def test_a_task_without_updates_leaves_no_curve_over_all_tasks(tmp_path, without):
+    for task in ("hopper", "pendulum"):
+        row = {"time/seconds": 1.0, "steps/env": 1, "eval/return_mean": 2.0}
+        counts = {} if task == without else {"updates/v": 1.0}
+        rows = [{k: v * scale for k, v in (row | counts).items()} for scale in (1, 2)]
+        write_run(tmp_path / task, [], task=task, rows=rows)
+    found = pql.compare(tmp_path / "hopper", tmp_path / "pendulum", out=tmp_path / "out")
+    assert {k: len(v) for k, v in found["overall"]["x"].items()} == {"seconds": 50, "env_steps": 50, "updates": 0}
+
+
 @pytest.mark.parametrize("package", ["matplotlib", "scipy", "jinja2"])
 def test_a_package_that_is_not_installed_is_named(two, capsys, monkeypatch, package):
     real = __import__("importlib.util").util.find_spec
