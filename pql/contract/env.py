@@ -177,8 +177,7 @@ def make_ready(env: VecEnv) -> None:
 def make_env(name: str, num_envs: int = 64, device: str | torch.device = "cpu", **kwargs: Any) -> VecEnv:
     """Build an environment by name: ``make_env("halfcheetah", num_envs=64)``.
 
-    A task's preset is not read: give its ``task.kwargs`` as keywords (``pql train task=go1_velocity --cfg`` shows
-    them).
+    A task's preset is not read: give its ``task.kwargs`` as keywords (``pql train task=NAME --cfg`` shows them).
 
     Args:
         name: a registered name, or ``module:attribute`` of a factory.

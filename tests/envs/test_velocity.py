@@ -104,7 +104,7 @@ def test_anymal_is_isaacs() -> None:
     ("name", "stiffness", "damping", "effort", "reach"),
     [
         ("anymal", 85.0, 2.0, 80.0, 0.5),
-        ("go1_velocity", 15.895, 1.0119, 23.7, 0.3728),
+        ("go1_velocity", 15.895, 1.0119, 23.7, 2 * 0.3728),
     ],
 )
 def test_an_action_moves_the_target_of_a_servo(
@@ -273,7 +273,7 @@ def test_each_term_of_unitrees_reward_on_three_states() -> None:
     assert terms["upright"] == pytest.approx(0.02 * math.exp(-0.25 / 0.2))
     assert terms["posture"] == pytest.approx(0.02 * math.exp(-(1 + calf**2) / 12), rel=1e-6)
     assert terms["limits"] == pytest.approx(-0.02 * (0.05 + 0.05 * (2.818 - 0.888)), rel=1e-6)
-    assert terms["action_rate"] == pytest.approx(-0.02 * 0.1 * 12 * 0.25)
+    assert terms["action_rate"] == pytest.approx(-0.02 * 0.1 * 12 * (2 * 0.5) ** 2)
 
     place(env, velocity=(0.0, 0.0, 1.0, 0.0, 0.0, 0.0))  # up and down is not over the ground
     terms = judged(env, (0.0, 0.0, -1.0))
@@ -464,7 +464,7 @@ def test_a_scripted_trot_follows_and_earns_more_than_standing(name: str, pace: f
     n, steps, start = 4, 120, 40
     means, speeds = [], []
     for walks in (True, False):
-        env = build(name, n, **({"action_scale": 2} if name == "go1_velocity" else {}))
+        env = build(name, n)
         obs, play = env.reset(seed=0), follower(env)
         command, total, moved = torch.tensor([[pace, 0.0, 0.0]]).expand(n, 3), 0.0, 0.0
         for t in range(steps):

@@ -46,6 +46,7 @@ class Unitree(Velocity):
     lasting = 5.0
     resting = 0.1
     fastest = (1.0, 1.0, 1.0)
+    action_scale = 2.0  # twice mjlab's unit, because mjlab's actions are not bounded by 1
     robot_name: ClassVar[str]
     slack: ClassVar[tuple[float, ...]]
     feet: ClassVar[tuple[str, ...]]
