@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pql.collect.collector import Collector
 from pql.config import AlgoConfig, Config, families
 from pql.config import layers as presets
-from pql.config.algorithms import RECORDS, ReplayAlgoConfig
+from pql.config.algorithms import RECORDS, ActorCriticConfig, ReplayAlgoConfig
 from pql.config.families import own
 from pql.contract.env import Box, EnvSpec, ObsSpec, VecEnv
 from pql.contract.plugins import entry_points
@@ -181,16 +181,17 @@ def own_seed(seed: int, number: int) -> int:
 def make_normalizer(setup: Setup) -> Normalizer:
     """Create the collector's normaliser."""
     config, spec, algo = setup.config, setup.spec, setup.config.algo
-    cap = getattr(algo, "return_cap", None) if algo.normalize_reward else None
+    # a task's factor would shrink the normalised rewards of these again
+    normalized = algo if isinstance(algo, ActorCriticConfig) and algo.normalize_reward else None
     return Normalizer(
         spec.obs,
         spec.num_envs,
         setup.devices["collector"],
         algo.normalize_obs,
-        algo.reward_scale * (config.task.reward_scale if cap is None else 1.0),  # the cap is in the learner's units
+        algo.reward_scale * (1.0 if normalized else config.task.reward_scale),
         algo.gamma if algo.normalize_reward else None,
         config.task.reward_clip,
-        cap,
+        normalized.return_cap if normalized else None,
     )
 
 

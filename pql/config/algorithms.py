@@ -79,7 +79,11 @@ class AlgoConfig:
         1.0,
         "Constant factor on rewards, in addition to task.reward_scale, for algorithms that assume a range of returns.",
     )
-    normalize_reward: bool = setting(False, "Divide rewards by the running standard deviation of returns.")
+    normalize_reward: bool = setting(
+        False,
+        "Divide rewards by the running standard deviation of returns; off-policy actor-critics then ignore "
+        "task.reward_scale.",
+    )
     encoder: EncoderConfig = group(EncoderConfig, "Convolutional encoder of each image observation.")
 
     @property
@@ -146,8 +150,7 @@ class ActorCriticConfig(ReplayAlgoConfig):
     p_per_v: float = setting(0.5, "Policy updates per critic update (beta_p:v of the PQL paper).", above=0, high=1000)
     return_cap: float | None = setting(
         None,
-        "Rewards are also scaled so that the largest return so far is at most this (FlashSAC: 5); task.reward_scale "
-        "then has no effect. null: no cap.",
+        "Rewards are also scaled so that the largest return so far is at most this (FlashSAC: 5). null: no cap.",
         above=0,
         high=1e9,
         when="normalize_reward",

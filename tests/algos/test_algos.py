@@ -524,9 +524,10 @@ def test_an_update_touches_its_state_only(name):
     assert not any(v.requires_grad for v in metrics.values())
 
 
-@pytest.mark.parametrize(("cap", "expected"), [(None, 0.1 * 3), (5.0, 3.0)])
-def test_a_tasks_reward_scale_does_not_shrink_capped_returns(cap, expected):
-    """The cap is the largest return that the learner sees, whatever the task's constant factor is."""
-    algo = {"normalize_reward": True, "return_cap": cap, "reward_scale": 3.0}
-    parts = start(small_config(task={"reward_scale": 0.1}, algo=algo), Inline())
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [({}, 0.1 * 3), ({"normalize_reward": True}, 3.0), ({"normalize_reward": True, "return_cap": 5.0}, 3.0)],
+)
+def test_a_tasks_reward_scale_does_not_shrink_normalised_rewards(settings, expected):
+    parts = start(small_config(task={"reward_scale": 0.1}, algo={**settings, "reward_scale": 3.0}), Inline())
     assert parts.first.collector.normalizer.base_scale == pytest.approx(expected)
