@@ -340,7 +340,7 @@ CONTENDERS = {
 GROUPS = {
     "on-policy": ("pql:ppo", "pql:pql", "rsl_rl:ppo", "rsl_rl:ppo-ours", "sb3:ppo", "sb3:ppo-ours"),
     "off-policy": (
-        *("pql:pql", "pql:sac", "pql:td3"),
+        *("pql:pql", "pql:pql2", "pql:sac", "pql:td3"),
         *(name for name in CONTENDERS if not name.partition(":")[2].startswith("ppo")),
     ),
 }

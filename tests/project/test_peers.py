@@ -322,7 +322,7 @@ def test_our_sizes_in_their_names(tool):  # noqa: F811
 
 def test_contenders_by_group_and_our_presets_by_name(bench):
     assert bench.named(["on-policy"]) == list(bench.GROUPS["on-policy"])
-    assert {"skrl:sac", "rl_games:sac-ours", "sb3:td3", "sbx:sac"} < set(bench.named(["off-policy"]))
+    assert {"pql:pql2", "skrl:sac", "rl_games:sac-ours", "sb3:td3", "sbx:sac"} < set(bench.named(["off-policy"]))
     assert bench.named(["pql:fasttd3", "sb3:sac", "pql:fasttd3"]) == ["pql:fasttd3", "sb3:sac"]
     assert bench.contender("pql:td3").settings("hopper")["words"][:2] == ["task=hopper", "algo=td3"]
     with pytest.raises(SystemExit, match=r"--contenders sb3:ddpg: on-policy, off-policy, .*pql:PRESET are allowed"):
