@@ -17,6 +17,7 @@ from conftest import FLASH, MODERN, bits, differences, go_on, small_config, star
 from sampling import sample
 from stand_in import RecordingStreams
 
+from pql.config.compose import compose
 from pql.engine.executors import Inline, Threads
 from pql.engine.schedule import Trace, tick_counts
 from pql.errors import ConfigError, RunError
@@ -53,6 +54,36 @@ def test_every_worker_order_and_threads_give_the_same_bits(algo):
     reference = bits(go_on(parts, total - few))
     for _ in range(2):  # twice: also two runs with the same seed
         assert differences(reference, bits(run(config, Threads(("collector", "v", "p")), total))) == []
+
+
+@pytest.mark.parametrize("name", sample(["flashsac", "fastsac", "fasttd3", "xqc", "simba_sac"], keep=["xqc"]))
+def test_published_recipes_give_the_same_bits_under_the_concurrent_schedule(name):
+    small = ["num_envs=4", "algo.batch_size=8", "algo.warmup_steps=4", "replay.capacity=400"]
+    small += ["algo.critic.hidden=[8]", "algo.policy.hidden=[8]"]
+    config = compose(["task=pendulum", "device=cpu", f"algo={name}", "algo.schedule=concurrent", *small])
+    reference = bits(run(config, Inline(ORDERS[0]), 12))
+    unlearned = bits(start(config, Inline()))
+    assert {"learners/v/state/critic/net.0.weight", "learners/p/state/policy/net.0.weight"} <= {
+        *differences(reference, unlearned)
+    }
+    for executor in (Inline(ORDERS[-1]), Threads(ORDERS[0])):
+        assert differences(reference, bits(run(config, executor, 12))) == []
+
+
+def test_statistics_of_batch_norm_are_one_tick_old_where_others_use_them():
+    """Those of the policy at the collector and the V-learner, those of the critics at the P-learner."""
+    config = small_config(algo=FLASH)
+    parts, older = (run(config, Inline(), ticks).first for ticks in (12, 11))
+    for owner, reader, name in (("p", "v", "policy"), ("v", "p", "critic")):
+        own, before = (getattr(one.learners[owner].state, name).module.state_dict() for one in (parts, older))
+        copies = [getattr(parts.learners[reader].inputs, name).state_dict()]
+        copies += [parts.collector.actor.policy.state_dict()] if name == "policy" else []
+        statistics = [k for k in own if k.endswith(("running_mean", "running_var"))]
+        assert len(statistics) >= 4
+        for copy in copies:
+            for k in statistics:
+                assert torch.equal(copy[k], before[k])
+                assert not torch.equal(copy[k], own[k])
 
 
 @pytest.mark.parametrize(

@@ -190,6 +190,24 @@ def test_unscaled_sac_export_leaves_out_the_bounds(tmp_path: Path) -> None:
     np.testing.assert_allclose(pql.load_policy(out.files["onnx"])(obs), action, atol=1e-7)
 
 
+def test_an_export_has_the_running_statistics_of_batch_norm(tmp_path: Path) -> None:
+    """XQC's policy in float64 from the checkpoint: BatchNorm of the input and before each ReLU."""
+    run = train(tmp_path / "xqc", "algo=xqc", "algo.policy.hidden=[8]")
+    t = {k: v.double().numpy() for k, v in load_file(run / "checkpoints" / "last" / "tensors.safetensors").items()}
+    t = {k.removeprefix("policy/net."): v for k, v in t.items()}
+    obs = np.random.default_rng(2).normal(size=(9, 3)).astype(np.float32)
+
+    def normed(x: np.ndarray, at: int) -> np.ndarray:
+        spread = np.sqrt(t[f"{at}.running_var"] + 1e-5)
+        return (x - t[f"{at}.running_mean"]) / spread * t[f"{at}.weight"] + t[f"{at}.bias"]
+
+    hidden = np.maximum(normed(normed(obs, 0) @ t["1.weight"].T, 2), 0)
+    mean = (hidden @ t["4.weight"].T + t["4.bias"])[:, :1]
+    assert np.abs(t["0.running_mean"]).max() > 0.01
+    for file in export_policy(run).files.values():
+        np.testing.assert_allclose(pql.load_policy(file)(torch.from_numpy(obs)), np.tanh(mean), atol=1e-5)
+
+
 # -- outputs of no algorithm here: recurrent states, several groups, frames, unbounded outputs -----------------------
 
 
