@@ -158,6 +158,7 @@ def value_role(kind: ValueBased, setup: Setup, net: QNetwork, norm: Normalizer, 
     """Create the V-learner: network and target, optional priorities, and private copies of normaliser and cursor."""
     config, counts, device = setup.config, setup.counts, ring.device
     algo = own(config, DqnConfig)
+    net.amp = algo.amp  # of the learner's own networks; the collector has its copy
     flat, target = Flat(net.to(device), trained=True), Flat(copy.deepcopy(net).to(device))
     ranked = make_priorities(config, ring, counts)
     every = target_updates(config, counts)

@@ -344,6 +344,7 @@ class DqnConfig(DuelingConfig):
         high=1e6,
         when="critic.atoms=null",
     )
+    amp: bool = setting(False, "Run the learner's networks in bfloat16 (autocast); collection uses float32.")
     critic: QuantileNetConfig = group(QuantileNetConfig, "Q-network.", replaces=("policy",))
     munchausen: MunchausenConfig = group(MunchausenConfig, "Munchausen targets.")
 

@@ -13,6 +13,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from pql.nets.actor_critic import Lstm
+from pql.nets.layers import bfloat16
 from pql.nets.mlp import Layers, NetInput, NoisyLinear, Reads, mlp
 from pql.types import Obs
 
@@ -72,7 +73,10 @@ class QNetwork(Reads):
 
     def forward(self, obs: Obs) -> Tensor:
         """Values [B, n], or logits [B, n, Z]."""
-        return self.head(self.features(obs))
+        if not self.amp:
+            return self.head(self.features(obs))
+        with bfloat16(True, next(iter(obs.values()))):
+            return self.head(self.features(obs)).float()
 
     def head(self, x: Tensor) -> Tensor:
         """Features [..., F] -> values [..., n], or logits [..., n, Z]."""
@@ -126,11 +130,18 @@ class QuantileNetwork(QNetwork):
 
     def forward(self, obs: Obs, tau: Tensor | None = None) -> Tensor:
         """Quantiles [B, n, K] at ``tau`` [B, K], in [0, 1]; None: at the fixed ones."""
+        if not self.amp:
+            return self._quantiles(obs, tau)
+        with bfloat16(True, next(iter(obs.values()))):
+            return self._quantiles(obs, tau).float()
+
+    def _quantiles(self, obs: Obs, tau: Tensor | None) -> Tensor:
         x = self.trunk(self.features(obs))
         if tau is None:
             tau = (torch.arange(self.quantiles, device=x.device) + 0.5) / self.quantiles  # [K]
-        frequency = math.pi * torch.arange(self.cosines, device=x.device, dtype=x.dtype)
-        waves = torch.cos(tau.to(x.dtype).unsqueeze(-1) * frequency)
+        precise = self.embedding.weight.dtype  # with ``amp`` x is bfloat16, too coarse for cosines of 64 pi tau
+        frequency = math.pi * torch.arange(self.cosines, device=x.device, dtype=precise)
+        waves = torch.cos(tau.to(precise).unsqueeze(-1) * frequency)
         factor = torch.relu(self.embedding(waves))  # [B, K, size] or [K, size]
         return self.streams(x.unsqueeze(-2) * factor).transpose(-1, -2)
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 import run_files
 import torch
-from conftest import bits, differences, go_on, small_config, start
+from conftest import bits, differences, go_on, small_config, start, ticks
 from dqn_runs import EVERY_VARIANT, PIXELS, VARIANTS, config_of
 from run_files import manifest, points, resume, rows, words
 from sampling import sample
@@ -70,6 +70,21 @@ def test_vectors_of_the_spectral_norm_are_exchanged_with_the_weights():
         assert own[k].norm().item() == pytest.approx(1, abs=1e-6)
         assert torch.equal(acting[k], older[k])
         assert not torch.equal(acting[k], own[k])
+
+
+@pytest.mark.parametrize("variant", ["dqn", "c51", "bfloat16"])
+def test_bfloat16_is_for_the_learners_networks_alone(variant):
+    """The quantiles' cosines are computed in float32: in bfloat16 those of 64 pi tau would have no correct digit."""
+    fine = {"critic": {"quantiles": 64, "cosines": 64}, "noisy": None} if variant == "bfloat16" else {}
+    parts = ticks(start(config_of(VARIANTS[variant], fine, {"amp": True}), Inline()), 8).first
+    state, acting = parts.learners["v"].state, parts.collector.actor.policy
+    obs = {"policy": torch.randn(256, 4, generator=torch.Generator().manual_seed(1))}
+    for net in state.nets:
+        acting.load_state_dict(net.state_dict())
+        rounded, exact = net(obs), acting(obs)
+        assert rounded.dtype == exact.dtype == torch.float32
+        error = (rounded - exact).square().mean() / exact.square().mean()
+        assert 1e-8 < error.item() < 1e-3
 
 
 def test_copies_to_the_target_network_have_the_vectors_of_the_spectral_norm():
@@ -289,6 +304,7 @@ def test_a_policy_acts_greedily_in_the_values_without_noise(variant):
     policy.load_state_dict(snapshot(parts))
     obs = torch.randn(64, 4)
     net = parts.first.policy.module
+    net.amp = False  # policies compute in float32
     for layer in net.modules():
         if isinstance(layer, NoisyLinear):
             layer.noise_in.zero_()  # the learner's last draw

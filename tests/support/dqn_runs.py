@@ -42,6 +42,7 @@ VARIANTS = {
         "priority": PRIORITIES,
         "epsilon": {"kind": "decayed", "end": 0.01, "steps": 300, "until": 400},
     },
+    "bfloat16": {"amp": True, "critic": {"quantiles": 4, "cosines": 6}, "dueling": True, "noisy": 0.5},
     "ape-x": {
         "schedule": "concurrent",
         "double": True,
