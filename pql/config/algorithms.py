@@ -344,7 +344,10 @@ class DqnConfig(DuelingConfig):
         high=1e6,
         when="critic.atoms=null",
     )
-    amp: bool = setting(False, "Run the learner's networks in bfloat16 (autocast); collection uses float32.")
+    amp: bool = setting(
+        False,
+        "Run the learner's networks, but their last layers, in bfloat16 (autocast); collection uses float32.",
+    )
     critic: QuantileNetConfig = group(QuantileNetConfig, "Q-network.", replaces=("policy",))
     munchausen: MunchausenConfig = group(MunchausenConfig, "Munchausen targets.")
 
@@ -356,6 +359,8 @@ class DqnConfig(DuelingConfig):
         super().check(config)
         check_support(self.critic)
         self._check_distribution()
+        if self.critic.net is not None and self.amp:
+            raise ConfigError("algo.amp", True, f"false with the custom network algo.critic.net={self.critic.net}")
         soft, atoms = self.munchausen.alpha > 0, self.critic.atoms is not None
         if soft and atoms:
             raise ConfigError("algo.munchausen.alpha", self.munchausen.alpha, "0 with algo.critic.atoms")

@@ -53,7 +53,9 @@ class TaskConfig:
         above=0,
         high=1e9,
     )
-    reward_scale: float = setting(1.0, "Constant factor on rewards before learning, after clipping.")
+    reward_scale: float = setting(
+        1.0, "Constant factor on rewards before learning, after clipping; see algo.normalize_reward."
+    )
     process: ProcessConfig = group(ProcessConfig, "A separate process for the simulator.")
     remote: dict[str, Any] = setting(
         {}, "Keyword arguments of task=remote: remote actors step this task; {}: no remote actors."

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pql.config import EncoderConfig, ValueEncoderConfig
+from pql.nets.layers import bfloat16
 
 Size = tuple[int, int, int]
 """Size of an image: (channels, height, width)."""
@@ -116,8 +117,9 @@ class SpectralConv2d(nn.Conv2d):
 
     def normalized(self) -> Tensor:
         """Return W / sigma, [out, in, k, k]; the gradient goes through sigma, too."""
-        sigma = self.left.detach() @ (self.weight.flatten(1) @ self.right.detach())
-        return self.weight / sigma
+        with bfloat16(False, self.weight):  # acting and exports divide by the float32 one
+            sigma = self.left.detach() @ (self.weight.flatten(1) @ self.right.detach())
+            return self.weight / sigma
 
     def forward(self, x: Tensor) -> Tensor:
         return self._conv_forward(x, self.normalized(), self.bias)

@@ -29,6 +29,18 @@ def redraw_noise(net: nn.Module, gen: Generator) -> None:
     torch._foreach_copy_(buffers, (z.sign() * z.abs().sqrt()).split(sizes))
 
 
+def precise_end(layers: nn.Sequential, x: Tensor) -> Tensor:
+    """Return ``layers`` of ``x``; under autocast the last layer is computed in float32.
+
+    Values of actions differ by much less than their size, which bfloat16 would round to the same number.
+    """
+    if not torch.is_autocast_enabled(x.device.type):
+        return layers(x)
+    x = layers[:-1](x)
+    with bfloat16(False, x):
+        return layers[-1](x.float())
+
+
 class QNetwork(Reads):
     """Q-network: obs [B, D] -> values of all n actions [B, n], or logits [B, n, Z] if ``atoms`` is given.
 
@@ -76,7 +88,7 @@ class QNetwork(Reads):
         if not self.amp:
             return self.head(self.features(obs))
         with bfloat16(True, next(iter(obs.values()))):
-            return self.head(self.features(obs)).float()
+            return self.head(self.features(obs))
 
     def head(self, x: Tensor) -> Tensor:
         """Features [..., F] -> values [..., n], or logits [..., n, Z]."""
@@ -86,11 +98,11 @@ class QNetwork(Reads):
         """Output of the shared layers [..., size] -> values [..., n], or logits [..., n, Z]."""
         if self.value is not None and self.shared_grad != 1 and x.requires_grad:
             x.register_hook(lambda grad: grad * self.shared_grad)
-        out = self.advantage(x).unflatten(-1, self.shape)
+        out = precise_end(self.advantage, x).unflatten(-1, self.shape)
         if self.value is None:
             return out
         axis = -len(self.shape)  # of the actions
-        return out - out.mean(axis, keepdim=True) + self.value(x).unflatten(-1, (1, *self.shape[1:]))
+        return out - out.mean(axis, keepdim=True) + precise_end(self.value, x).unflatten(-1, (1, *self.shape[1:]))
 
     def values(self, obs: Obs) -> Tensor:
         """Q(s, a), [B, n]; the means, if categorical."""
@@ -133,7 +145,7 @@ class QuantileNetwork(QNetwork):
         if not self.amp:
             return self._quantiles(obs, tau)
         with bfloat16(True, next(iter(obs.values()))):
-            return self._quantiles(obs, tau).float()
+            return self._quantiles(obs, tau)
 
     def _quantiles(self, obs: Obs, tau: Tensor | None) -> Tensor:
         x = self.trunk(self.features(obs))

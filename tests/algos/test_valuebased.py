@@ -87,6 +87,22 @@ def test_bfloat16_is_for_the_learners_networks_alone(variant):
         assert 1e-8 < error.item() < 1e-3
 
 
+@pytest.mark.parametrize("variant", ["dqn", "prioritized", "bfloat16"])
+def test_bfloat16_keeps_small_differences_between_large_values(variant):
+    """Values near 1,000, where neighbours of bfloat16 are 4 apart, and of actions less than 1 apart."""
+    net = start(config_of(VARIANTS[variant], {"amp": True, "noisy": None}), Inline()).first.learners["v"].state.q.module
+    with torch.no_grad():
+        (net.advantage if net.value is None else net.value)[-1].bias += 1000.0
+    obs = {"policy": torch.randn(256, 4, generator=torch.Generator().manual_seed(1))}
+    rounded = net.values(obs)
+    net.amp = False
+    exact = net.values(obs)
+    gap, error = exact.amax(1) - exact.amin(1), (rounded - exact).abs().amax(1)
+    assert exact.mean().item() == pytest.approx(1000, abs=2)
+    assert 0 < gap.median().item() < 1
+    assert error.median() < 0.05 * gap.median()
+
+
 def test_copies_to_the_target_network_have_the_vectors_of_the_spectral_norm():
     config = config_of(VARIANTS["btr"], PIXELS, {"target_period": 32, "v_per_step": 1})  # a copy every 4 updates
     parts = start(config, Inline())
