@@ -71,7 +71,7 @@ def test_published_recipes_give_the_same_bits_under_the_concurrent_schedule(name
 
 
 def test_statistics_of_batch_norm_are_one_tick_old_where_others_use_them():
-    """Those of the policy at the collector and the V-learner, those of the critics at the P-learner."""
+    """Collector and V-learner use the policy's statistics, the P-learner those of the critics."""
     config = small_config(algo=FLASH)
     parts, older = (run(config, Inline(), ticks).first for ticks in (12, 11))
     for owner, reader, name in (("p", "v", "policy"), ("v", "p", "critic")):
