@@ -4,6 +4,7 @@ Networks take all observation groups and read those that they were built for. Th
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -241,12 +242,15 @@ class Reads(nn.Module):
         """Input of the first layer, [..., D]."""
         return obs[self.group] if self.encoder is None else self.encoder(obs)
 
+    def precision(self, obs: Obs) -> AbstractContextManager[Any]:
+        """Return the context of a forward pass: bfloat16 with ``amp``, else whatever the caller has chosen."""
+        return bfloat16(True, next(iter(obs.values()))) if self.amp else nullcontext()
+
     def outputs(self, obs: Obs, action: Tensor | None = None) -> Tensor:
         """Output of the last layer, [..., K]. ``action`` [..., A] is a further input."""
-        if not self.amp:
-            return self.net(self.inputs(obs, action))
-        with bfloat16(True, next(iter(obs.values()))):
-            return self.net(self.inputs(obs, action)).float()
+        with self.precision(obs):
+            out = self.net(self.inputs(obs, action))
+        return out.float() if self.amp else out
 
     def inputs(self, obs: Obs, action: Tensor | None) -> Tensor:
         """Input of the first layer, with the action if given, [..., D + A]."""

@@ -85,9 +85,7 @@ class QNetwork(Reads):
 
     def forward(self, obs: Obs) -> Tensor:
         """Values [B, n], or logits [B, n, Z]."""
-        if not self.amp:
-            return self.head(self.features(obs))
-        with bfloat16(True, next(iter(obs.values()))):
+        with self.precision(obs):
             return self.head(self.features(obs))
 
     def head(self, x: Tensor) -> Tensor:
@@ -142,20 +140,15 @@ class QuantileNetwork(QNetwork):
 
     def forward(self, obs: Obs, tau: Tensor | None = None) -> Tensor:
         """Quantiles [B, n, K] at ``tau`` [B, K], in [0, 1]; None: at the fixed ones."""
-        if not self.amp:
-            return self._quantiles(obs, tau)
-        with bfloat16(True, next(iter(obs.values()))):
-            return self._quantiles(obs, tau)
-
-    def _quantiles(self, obs: Obs, tau: Tensor | None) -> Tensor:
-        x = self.trunk(self.features(obs))
-        if tau is None:
-            tau = (torch.arange(self.quantiles, device=x.device) + 0.5) / self.quantiles  # [K]
-        precise = self.embedding.weight.dtype  # with ``amp`` x is bfloat16, too coarse for cosines of 64 pi tau
-        frequency = math.pi * torch.arange(self.cosines, device=x.device, dtype=precise)
-        waves = torch.cos(tau.to(precise).unsqueeze(-1) * frequency)
-        factor = torch.relu(self.embedding(waves))  # [B, K, size] or [K, size]
-        return self.streams(x.unsqueeze(-2) * factor).transpose(-1, -2)
+        with self.precision(obs):
+            x = self.trunk(self.features(obs))
+            if tau is None:
+                tau = (torch.arange(self.quantiles, device=x.device) + 0.5) / self.quantiles  # [K]
+            precise = self.embedding.weight.dtype  # with ``amp`` x is bfloat16, too coarse for cosines of 64 pi tau
+            frequency = math.pi * torch.arange(self.cosines, device=x.device, dtype=precise)
+            waves = torch.cos(tau.to(precise).unsqueeze(-1) * frequency)
+            factor = torch.relu(self.embedding(waves))  # [B, K, size] or [K, size]
+            return self.streams(x.unsqueeze(-2) * factor).transpose(-1, -2)
 
     def values(self, obs: Obs) -> Tensor:
         """Q(s, a), [B, n]: means over the fixed quantiles."""
