@@ -19,6 +19,8 @@ from pql.algos.registry import (
     Wiring,
     check_continuous,
     check_obs,
+    make_adamw,
+    make_lr_schedule,
     make_normalizer,
     make_ring,
     ring_rows,
@@ -35,7 +37,7 @@ from pql.contract.env import Box, EnvSpec
 from pql.data.augment import Augment
 from pql.data.normalize import Normalizer
 from pql.data.replay import Cursor, Replay
-from pql.engine.optim import AdamW, LrSchedule, polyak
+from pql.engine.optim import AdamW, polyak
 from pql.engine.schedule import Counts, tick_counts
 from pql.engine.worker import Learner, State
 from pql.errors import ConfigError
@@ -286,19 +288,11 @@ def make_adam(config: Config, flat: Flat, net: CriticConfig | ClimbingPolicyConf
     Args:
         per_update: its steps per critic update.
     """
-    algo = own(config, ActorCriticConfig)
-    optimizer = AdamW(flat, net.lr, net.grad_clip, net.weight_decay, net.eps, (net.beta1, net.beta2))
-    optimizer.schedule = make_lr_schedule(algo, per_update)
+    optimizer = make_adamw(flat, net)
+    optimizer.schedule = make_lr_schedule(own(config, ActorCriticConfig), per_update)
     if net.net is None and net.projected != "none":
         optimizer.project = partial(project_weights, cast(Any, flat.module).net, net.projected)
     return optimizer
-
-
-def make_lr_schedule(algo: ActorCriticConfig, per_update: float) -> LrSchedule | None:
-    """Return the schedule of an optimiser that takes ``per_update`` steps per critic update; None: constant."""
-    if algo.lr_schedule == "constant":
-        return None
-    return LrSchedule(algo.lr_schedule, algo.lr_updates * per_update, algo.lr_final)
 
 
 def make_atoms(config: Config, device: torch.device) -> Tensor | None:

@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Generator, Tensor
 
-from pql.algos.registry import Family, Role, Setup, Wiring, check_obs, make_normalizer
+from pql.algos.registry import Family, Role, Setup, Wiring, check_obs, make_adamw, make_normalizer
 from pql.collect.actors import StochasticActor
 from pql.collect.collector import Collector
 from pql.config import Config
@@ -22,7 +22,7 @@ from pql.contract.env import Discrete, EnvSpec
 from pql.data.normalize import Normalizer
 from pql.data.rollout import Rollout, Segment, View, rollout_bytes
 from pql.data.unrolls import FULL, Reader, Unrolls
-from pql.engine.optim import AdamW, Optimizer, RMSProp, RMSPropTF
+from pql.engine.optim import Optimizer, RMSProp, RMSPropTF
 from pql.engine.placement import available_bytes
 from pql.engine.schedule import Counts
 from pql.engine.worker import Learner, State
@@ -223,4 +223,4 @@ def make_rollout_optimizer(config: Config, flat: Flat) -> Optimizer:
     if name != "adam":
         kind = RMSProp if name == "rmsprop" else RMSPropTF
         return kind(flat, net.lr, net.grad_clip, eps=net.eps)
-    return AdamW(flat, net.lr, net.grad_clip, net.weight_decay, net.eps)
+    return make_adamw(flat, net)

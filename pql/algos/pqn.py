@@ -14,7 +14,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from pql.algos.on_policy import check_room
-from pql.algos.registry import Family, Role, Setup, Wiring, make_normalizer
+from pql.algos.registry import Family, Role, Setup, Wiring, make_adamw, make_normalizer
 from pql.algos.value import check_acting, make_q_network
 from pql.collect.actors import action_buffer
 from pql.collect.collector import Collector
@@ -162,8 +162,7 @@ def wire_pqn(kind: ValueRollout, setup: Setup) -> Wiring:
 def make_pqn_optimizer(config: Config, flat: Flat) -> Optimizer:
     """Create the network's optimiser."""
     algo = own(config, PqnConfig)
-    kind, net = RAdam if algo.optimizer == "radam" else AdamW, algo.critic
-    return kind(flat, net.lr, net.grad_clip, net.weight_decay, net.eps)
+    return make_adamw(flat, algo.critic, RAdam if algo.optimizer == "radam" else AdamW)
 
 
 class ValueMinibatch(NamedTuple):

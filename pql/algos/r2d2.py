@@ -175,6 +175,7 @@ def sequence_role(
     config, counts, ring = setup.config, setup.counts, sequences.ring
     algo = own(config, R2d2Config)
     device, wanted = ring.device, algo.priority
+    net.amp = algo.amp  # of the learner's own networks; the collector has its copy
     flat, old = Flat(net.to(device), trained=True), Flat(copy.deepcopy(net).to(device))
     target = partial(kind.targets, epsilon=algo.rescale) if stored_columns(config) else None
     ranked = RankedSequences(sequences, make_rule(wanted, ring, counts, algo.huber), algo.eta, target)

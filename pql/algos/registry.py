@@ -1,7 +1,7 @@
 """Families of algorithms: what ``build`` needs from one, what it gives to one, and where families are registered.
 
 ``algo.family`` names a family; a preset (``algo=NAME``) is a set of values for its settings. The functions at the end
-are shared by the families: seeds, the normaliser, the replay and checks of an environment.
+are shared by the families: seeds, optimisers, the normaliser, the replay and checks of an environment.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +16,7 @@ from pql.config import AlgoConfig, Config, families
 from pql.config import layers as presets
 from pql.config.algorithms import RECORDS, ActorCriticConfig, ReplayAlgoConfig
 from pql.config.families import own
+from pql.config.groups import TrainedNetConfig
 from pql.contract.env import Box, EnvSpec, ObsSpec, VecEnv
 from pql.contract.plugins import entry_points
 from pql.contract.registry import import_name
@@ -25,6 +26,7 @@ from pql.data.priority import least_rows
 from pql.data.replay import Cursor, Replay
 from pql.data.sizes import ReplayLayout, preflight
 from pql.engine.graph import Capture
+from pql.engine.optim import AdamW, LrSchedule
 from pql.engine.placement import available_bytes
 from pql.engine.schedule import Counts
 from pql.engine.worker import Learner
@@ -176,6 +178,18 @@ def own_seed(seed: int, number: int) -> int:
     if number == 0:
         return seed
     return int(torch.randint(2**62, (number,), generator=torch.Generator().manual_seed(seed))[-1])
+
+
+def make_adamw(flat: Flat, net: TrainedNetConfig, kind: type[AdamW] = AdamW) -> AdamW:
+    """Create the optimiser of a network with its settings."""
+    return kind(flat, net.lr, net.grad_clip, net.weight_decay, net.eps, (net.beta1, net.beta2))
+
+
+def make_lr_schedule(algo: ReplayAlgoConfig, per_update: float = 1.0) -> LrSchedule | None:
+    """Return the schedule of an optimiser that takes ``per_update`` steps per V-update; None: constant."""
+    if algo.lr_schedule == "constant":
+        return None
+    return LrSchedule(algo.lr_schedule, algo.lr_updates * per_update, algo.lr_final)
 
 
 def make_normalizer(setup: Setup) -> Normalizer:

@@ -16,12 +16,11 @@ import torch
 from torch import Generator, Tensor, nn
 
 from pql.algos.on_policy import check_room
-from pql.algos.registry import Family, Role, Setup, Wiring, check_continuous, check_obs, make_normalizer
+from pql.algos.registry import Family, Role, Setup, Wiring, check_continuous, check_obs, make_adamw, make_normalizer
 from pql.collect.actors import StochasticActor
 from pql.collect.collector import Collector
 from pql.config import Config, ReppoConfig
 from pql.config.families import own
-from pql.config.groups import TrainedNetConfig
 from pql.contract.env import Box, EnvSpec
 from pql.data.returns import lambda_returns, valued_rows
 from pql.data.rollout import Progress, Rollout, Segment, by_parts, minibatches
@@ -294,11 +293,6 @@ def make_reppo_state(config: Config, policy: StochasticPolicy, critic: Embedding
     optimizer = make_adamw(Flat(PolicyAndMultipliers(policy, multipliers), trained=True), p.policy)
     now = Progress(flat.data.device, p.horizon * num_envs)
     return ReppoState(policy, multipliers, flat, optimizer, make_adamw(flat, p.critic), now)
-
-
-def make_adamw(flat: Flat, net: TrainedNetConfig) -> AdamW:
-    """Create the optimiser of a network with its settings."""
-    return AdamW(flat, net.lr, net.grad_clip, net.weight_decay, net.eps)
 
 
 def wire_reppo(setup: Setup) -> Wiring:

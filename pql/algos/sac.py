@@ -22,8 +22,8 @@ from pql.algos.off_policy import (
     make_adam,
     make_atoms,
     make_deterministic_policy,
-    make_lr_schedule,
 )
+from pql.algos.registry import make_lr_schedule
 from pql.collect.actors import Noise
 from pql.config import Config, SacConfig
 from pql.config.families import own

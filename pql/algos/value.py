@@ -15,7 +15,17 @@ from typing import Any, cast
 import torch
 from torch import Generator
 
-from pql.algos.registry import Family, Role, Setup, Wiring, make_normalizer, make_ring, ring_rows
+from pql.algos.registry import (
+    Family,
+    Role,
+    Setup,
+    Wiring,
+    make_adamw,
+    make_lr_schedule,
+    make_normalizer,
+    make_ring,
+    ring_rows,
+)
 from pql.collect.actors import EpsilonActor
 from pql.collect.collector import Collector
 from pql.collect.epsilon import STORED, Epsilon
@@ -27,7 +37,7 @@ from pql.contract.env import Discrete, EnvSpec
 from pql.data.normalize import Normalizer
 from pql.data.priority import Prioritized, PriorityRule, Ranked
 from pql.data.replay import Cursor, Replay
-from pql.engine.optim import AdamW, Clock, Optimizer, RMSProp
+from pql.engine.optim import Clock, Optimizer, RMSProp
 from pql.engine.schedule import LONGEST_HORIZON, Counts
 from pql.engine.worker import Learner, State
 from pql.errors import ConfigError
@@ -240,7 +250,9 @@ def make_optimizer(config: Config, flat: Flat) -> Optimizer:
     net = algo.critic
     if algo.optimizer == "rmsprop":
         return RMSProp(flat, net.lr, net.grad_clip, algo.rms_decay, net.eps)
-    return AdamW(flat, net.lr, net.grad_clip, net.weight_decay, net.eps)
+    optimizer = make_adamw(flat, net)
+    optimizer.schedule = make_lr_schedule(algo)
+    return optimizer
 
 
 def acting(config: Config) -> Config:

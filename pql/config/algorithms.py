@@ -30,6 +30,7 @@ from pql.config.groups import (
     RolloutPolicyConfig,
     TrainedNetConfig,
     ValueEncoderConfig,
+    ValueNetConfig,
     VtraceConfig,
 )
 from pql.errors import ConfigError
@@ -124,6 +125,23 @@ class ReplayAlgoConfig(AlgoConfig):
 
     batch_size: int = setting(8192, "Transitions per update.", low=1, high=2**24, ranks="divide")
     n_step: int = setting(3, "Number of rewards in an n-step return.", low=1, high=100)
+    lr_schedule: str = setting(
+        "constant",
+        "Learning rates of all networks: constant; cosine or linear: they fall to lr_final times their value within "
+        "lr_updates.",
+        choices=("constant", "cosine", "linear"),
+    )
+    lr_updates: int = setting(
+        1_000_000,
+        "Updates of the critic (or Q-network) within which they fall; policy updates: times p_per_v. Optimisers count "
+        "up to 2^24.",
+        low=1,
+        high=COUNTABLE,
+        when="lr_schedule=cosine|linear",
+    )
+    lr_final: float = setting(
+        0.5, "Factor of the learning rates from then on.", low=0, high=1, when="lr_schedule=cosine|linear"
+    )
 
     def check(self, config: "Config") -> None:
         super().check(config)
@@ -154,22 +172,6 @@ class ActorCriticConfig(ReplayAlgoConfig):
         above=0,
         high=1e9,
         when="normalize_reward",
-    )
-    lr_schedule: str = setting(
-        "constant",
-        "Learning rates of all networks: constant; cosine or linear: they fall to lr_final times their value within "
-        "lr_updates.",
-        choices=("constant", "cosine", "linear"),
-    )
-    lr_updates: int = setting(
-        1_000_000,
-        "Critic updates within which they fall; policy updates: times p_per_v. Optimisers count up to 2^24.",
-        low=1,
-        high=COUNTABLE,
-        when="lr_schedule=cosine|linear",
-    )
-    lr_final: float = setting(
-        0.5, "Factor of the learning rates from then on.", low=0, high=1, when="lr_schedule=cosine|linear"
     )
     amp: bool = setting(False, "Run the learners' networks in bfloat16 (autocast); collection uses float32.")
     encoder: AugmentedEncoderConfig = group(AugmentedEncoderConfig, "Convolutional encoder of each image observation.")
@@ -315,8 +317,12 @@ class DuelingConfig(ReplayAlgoConfig):
     rms_decay: float = setting(
         0.95, "Decay of the running mean of squared gradients.", low=0, high=1, when="optimizer=rmsprop"
     )
+    amp: bool = setting(
+        False,
+        "Run the learner's networks, but their last layers, in bfloat16 (autocast); collection uses float32.",
+    )
     encoder: ValueEncoderConfig = group(ValueEncoderConfig, "Convolutional encoder of each image observation.")
-    critic: TrainedNetConfig = group(TrainedNetConfig, "Q-network.", replaces=("policy",))
+    critic: ValueNetConfig = group(ValueNetConfig, "Q-network.", replaces=("policy",))
     epsilon: EpsilonConfig = group(EpsilonConfig, "Epsilon-greedy exploration.", replaces=("explore",))
     priority: PriorityConfig = group(PriorityConfig, "Prioritised replay.")
 
@@ -325,6 +331,10 @@ class DuelingConfig(ReplayAlgoConfig):
         refuse_p_learner(config, "the V-learner's network is the policy (placement.v_learner)")
         if self.shared_grad != 1 and not self.dueling:
             raise ConfigError("algo.shared_grad", self.shared_grad, "1, or algo.dueling=true with it")
+        if self.critic.net is not None and self.amp:
+            raise ConfigError("algo.amp", True, f"false with the custom network algo.critic.net={self.critic.net}")
+        if self.lr_schedule != "constant" and self.optimizer != "adam":
+            raise ConfigError("algo.lr_schedule", self.lr_schedule, "constant, or algo.optimizer=adam with it")
         check_epsilon(self.epsilon)
 
 
@@ -344,10 +354,6 @@ class DqnConfig(DuelingConfig):
         high=1e6,
         when="critic.atoms=null",
     )
-    amp: bool = setting(
-        False,
-        "Run the learner's networks, but their last layers, in bfloat16 (autocast); collection uses float32.",
-    )
     critic: QuantileNetConfig = group(QuantileNetConfig, "Q-network.", replaces=("policy",))
     munchausen: MunchausenConfig = group(MunchausenConfig, "Munchausen targets.")
 
@@ -359,8 +365,6 @@ class DqnConfig(DuelingConfig):
         super().check(config)
         check_support(self.critic)
         self._check_distribution()
-        if self.critic.net is not None and self.amp:
-            raise ConfigError("algo.amp", True, f"false with the custom network algo.critic.net={self.critic.net}")
         soft, atoms = self.munchausen.alpha > 0, self.critic.atoms is not None
         if soft and atoms:
             raise ConfigError("algo.munchausen.alpha", self.munchausen.alpha, "0 with algo.critic.atoms")

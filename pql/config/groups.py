@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from pql.config.fields import setting
 
 ACTIVATIONS = ("relu", "elu", "silu", "tanh")
+DECAY = "Decoupled weight decay (AdamW)."
+BETA1 = "Decay of the running mean of gradients (Adam)."
+BETA2 = "Decay of the running mean of squared gradients (Adam)."
 
 
 @dataclass(frozen=True)
@@ -37,16 +40,10 @@ class TrainedNetConfig(NetConfig):
         above=0,
         high=1,
     )
-    weight_decay: float = setting(0.01, "Decoupled weight decay (AdamW).", low=0, high=1)
+    weight_decay: float = setting(0.01, DECAY, low=0, high=1)
     grad_clip: float | None = setting(0.5, "Largest gradient norm; null: no clipping.", above=0, high=1e9)
-
-
-@dataclass(frozen=True)
-class AdamConfig:
-    """Further settings of an Adam optimiser."""
-
-    beta1: float = setting(0.9, "Decay of the running mean of gradients (Adam).", low=0, high=0.9999)
-    beta2: float = setting(0.999, "Decay of the running mean of squared gradients (Adam).", low=0, high=0.999999)
+    beta1: float = setting(0.9, BETA1, low=0, high=0.9999)
+    beta2: float = setting(0.999, BETA2, low=0, high=0.999999)
 
 
 @dataclass(frozen=True)
@@ -115,16 +112,13 @@ class RolloutPolicyConfig(TrainedNetConfig):
         replaces=("critic.eps",),
     )
     weight_decay: float = setting(
-        0.01,
-        "Decoupled weight decay (AdamW).",
-        low=0,
-        high=1,
-        when=".algo.optimizer=adam",
-        replaces=("critic.weight_decay",),
+        0.01, DECAY, low=0, high=1, when=".algo.optimizer=adam", replaces=("critic.weight_decay",)
     )
     grad_clip: float | None = setting(
         0.5, "Largest gradient norm; null: no clipping.", above=0, high=1e9, replaces=("critic.grad_clip",)
     )
+    beta1: float = setting(0.9, BETA1, low=0, high=0.9999, when=".algo.optimizer=adam", replaces=("critic.beta1",))
+    beta2: float = setting(0.999, BETA2, low=0, high=0.999999, when=".algo.optimizer=adam", replaces=("critic.beta2",))
 
 
 @dataclass(frozen=True)
@@ -139,7 +133,16 @@ class DistributionalNetConfig(TrainedNetConfig):
 
 
 @dataclass(frozen=True)
-class QuantileNetConfig(DistributionalNetConfig):
+class ValueNetConfig(TrainedNetConfig):
+    """A Q-network whose optimiser need not be Adam."""
+
+    weight_decay: float = setting(0.01, DECAY, low=0, high=1, when=".algo.optimizer=adam")
+    beta1: float = setting(0.9, BETA1, low=0, high=0.9999, when=".algo.optimizer=adam")
+    beta2: float = setting(0.999, BETA2, low=0, high=0.999999, when=".algo.optimizer=adam")
+
+
+@dataclass(frozen=True)
+class QuantileNetConfig(ValueNetConfig, DistributionalNetConfig):
     """A Q-network that may predict quantiles (IQN; Dabney et al. 2018)."""
 
     quantiles: int | None = setting(
@@ -175,7 +178,7 @@ class MunchausenConfig:
 
 
 @dataclass(frozen=True)
-class CriticConfig(DistributionalNetConfig, AdamConfig, TrunkConfig):
+class CriticConfig(DistributionalNetConfig, TrunkConfig):
     """An ensemble of critics with target networks."""
 
     loss: str = setting(
@@ -248,7 +251,7 @@ class PathwiseCriticConfig(NormConfig, DistributionalNetConfig):
 
 
 @dataclass(frozen=True)
-class ClimbingPolicyConfig(TrainedNetConfig, AdamConfig, TrunkConfig):
+class ClimbingPolicyConfig(TrainedNetConfig, TrunkConfig):
     """A policy that is trained to maximise a critic."""
 
     reduce: str = setting("min", "Reduction over the ensemble in the policy's loss.", choices=("min", "mean", "first"))

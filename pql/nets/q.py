@@ -182,8 +182,9 @@ class RecurrentQNetwork(QNetwork):
 
     def step(self, obs: Obs, carry: Tensor) -> tuple[Tensor, Tensor]:
         """One step: [N, D] and the carry before it [N, 2 H] -> values [N, n] and the carry after it."""
-        carry = self.memory.step(self.features(obs), carry)
-        return self.head(carry[..., : self.memory.hidden]), carry
+        with self.precision(obs):
+            carry = self.memory.step(self.features(obs), carry)
+            return self.head(carry[..., : self.memory.hidden]), carry
 
     def unroll(self, obs: Obs, carry: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
         """Rows [T, B, D] -> values [T, B, n], and the carry after each row, before the reset, [T, B, 2 H].
@@ -192,12 +193,14 @@ class RecurrentQNetwork(QNetwork):
             carry: [B, 2 H] before row 0.
             first: [T, B] bool; row t + 1 begins an episode.
         """
-        after, _ = self.memory.unroll(self.features(obs), carry, first)
-        return self.head(after[..., : self.memory.hidden]), after
+        with self.precision(obs):
+            after, _ = self.memory.unroll(self.features(obs), carry, first)
+            return self.head(after[..., : self.memory.hidden]), after
 
     def remember(self, obs: Obs, carry: Tensor, first: Tensor) -> Tensor:
         """Return the carry for row T, [B, 2 H]. Arguments as for :meth:`unroll`."""
-        return self.memory.unroll(self.features(obs), carry, first)[1]
+        with self.precision(obs):
+            return self.memory.unroll(self.features(obs), carry, first)[1]
 
     @property
     def state_shapes(self) -> dict[str, tuple[int, ...]]:

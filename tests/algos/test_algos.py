@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+from functools import partial
 from statistics import NormalDist
 
 import pytest
@@ -39,9 +40,9 @@ TAU, ALPHA = 0.05, 0.2
 # --- updated parameters ---
 
 
-def critic(seed, atoms=None):
+def critic(seed, atoms=None, members=2):
     torch.manual_seed(seed)
-    net = Critic(NetInput("critic", D), A, Layers((7, 6)), 2, None if atoms is None else len(atoms))
+    net = Critic(NetInput("critic", D), A, Layers((7, 6)), members, None if atoms is None else len(atoms))
     with torch.no_grad():  # so that now one member has the lower value, now the other
         for weight in list(net.parameters())[::2]:
             weight.mul_(2.5)
@@ -57,9 +58,9 @@ def policy(seed, kind=DeterministicPolicy):
     return net
 
 
-def value_state(atoms=None, kind=critics.CriticState, **kwargs):
-    flat = Flat(critic(0, atoms), trained=True)
-    return kind(flat, Flat(critic(1, atoms)), AdamW(flat, **OPTIMIZER), TAU, atoms=atoms, **kwargs)
+def value_state(atoms=None, kind=critics.CriticState, members=2, **kwargs):
+    flat = Flat(critic(0, atoms, members), trained=True)
+    return kind(flat, Flat(critic(1, atoms, members)), AdamW(flat, **OPTIMIZER), TAU, atoms=atoms, **kwargs)
 
 
 def policy_inputs(atoms=None, kind=ddpg.PolicyInputs):
@@ -121,7 +122,7 @@ class Plain:
         layers = [m for m in net.net if hasattr(m, "weight")]
         self.ensemble = isinstance(layers[0], EnsembleLinear)
         self.members = []
-        for e in range(2 if self.ensemble else 1):
+        for e in range(len(layers[0].weight) if self.ensemble else 1):
             pairs = [(m.weight[e].T, m.bias[e, 0]) if self.ensemble else (m.weight, m.bias) for m in layers]
             self.members.append([tuple(t.detach().double().clone().requires_grad_() for t in p) for p in pairs])
 
@@ -183,37 +184,41 @@ def bin_masses(mean, atoms, sigma):
     return [high - low for low, high in itertools.pairwise(below)]
 
 
-def value_loss(batch, plain, target, action, bonus, atoms, reduce="min", sigma=None):
-    """sum_b share_b sum_e loss_e, by a loop over rows and members. Returns (loss, mean value of member 0)."""
+def value_loss(batch, plain, target, action, bonus, atoms, reduce="min", sigma=None, drawn=(0, 1)):
+    """sum_b share_b sum_e loss_e, by a loop over rows and members. Returns (loss, mean value of member 0).
+
+    The target is that of the members ``drawn``; of two critics, now one is the lower one, now the other.
+    """
     obs, taken, reward, discount, next_obs, mask, weight, _ = wide(batch)
-    ahead = [target(torch.cat((next_obs["critic"], action), 1), e).detach() for e in range(2)]
-    now = [plain(torch.cat((obs["critic"], taken), 1), e) for e in range(2)]
+    ahead = [target(torch.cat((next_obs["critic"], action), 1), e).detach() for e in drawn]
+    now = [plain(torch.cat((obs["critic"], taken), 1), e) for e in range(len(plain.members))]
+    n = len(now)
     loss, value, choices = torch.zeros((), dtype=torch.float64), 0.0, set()
     for b, share in enumerate(rows_share(mask, weight)):
         if atoms is None:
-            values = [ahead[e][b, 0] for e in range(2)]
-            aims = {"min": [min(values)] * 2, "mean": [sum(values) / 2] * 2, "own": values}[reduce]
+            values = [one[b, 0] for one in ahead]
+            aims = {"min": [min(values)] * n, "mean": [sum(values) / 2] * n, "own": values}[reduce]
             ys = [reward[b] + discount[b] * (aim + bonus[b]) for aim in aims]
-            loss = loss + share * sum((now[e][b, 0] - ys[e]) ** 2 for e in range(2))
+            loss = loss + share * sum((now[e][b, 0] - ys[e]) ** 2 for e in range(n))
             value += share * now[0][b, 0].item()
         else:
-            probs = [torch.softmax(ahead[e][b], 0).tolist() for e in range(2)]
+            probs = [torch.softmax(one[b], 0).tolist() for one in ahead]
             values = [sum(x * z for x, z in zip(p, atoms.tolist(), strict=True)) for p in probs]
             if sigma is None:
                 lower = probs[values.index(min(values))]
                 both = [(x + y) / 2 for x, y in zip(*probs, strict=True)]
-                aims = {"min": [lower] * 2, "mean": [both] * 2, "own": probs}[reduce]
+                aims = {"min": [lower] * n, "mean": [both] * n, "own": probs}[reduce]
                 support = [(reward[b] + discount[b] * (z + bonus[b])).item() for z in atoms.tolist()]
                 ys = [c51_projection(support, aim, atoms.tolist()) for aim in aims]
             else:
-                aims = {"min": [min(values)] * 2, "mean": [sum(values) / 2] * 2, "own": values}[reduce]
+                aims = {"min": [min(values)] * n, "mean": [sum(values) / 2] * n, "own": values}[reduce]
                 means = [(reward[b] + discount[b] * (aim + bonus[b])).item() for aim in aims]
                 ys = [bin_masses(mean, atoms.tolist(), sigma) for mean in means]
             ys = [torch.tensor(y, dtype=torch.float64) for y in ys]
-            loss = loss - share * sum((ys[e] * torch.log_softmax(now[e][b], 0)).sum() for e in range(2))
+            loss = loss - share * sum((ys[e] * torch.log_softmax(now[e][b], 0)).sum() for e in range(n))
             value += share * (torch.softmax(now[0][b], 0) @ atoms.double()).item()
         choices.add(bool(values[0] < values[1]))
-    assert choices == {True, False}
+    assert choices == {True, False} or n > 2
     return loss, value
 
 
@@ -329,6 +334,29 @@ def test_a_random_subset_of_the_ensemble_forms_the_target():
     assert sorted(drawn) == pytest.approx(sorted(alone), rel=1e-5)
     assert losses[2, 0] == pytest.approx(losses[None, 0], rel=1e-6)
     assert losses[None, 0] not in drawn
+
+
+@pytest.mark.parametrize("atoms", [None, ATOMS], ids=["scalar", "c51"])
+@pytest.mark.parametrize("reduce", ["min", "mean"])
+def test_two_of_ten_critics_form_the_target_of_all(reduce, atoms):
+    """REDQ: each critic is trained on a target of two, drawn anew for each update; any two may be drawn."""
+    found = []
+    for seed in range(5):
+        state = value_state(atoms, members=10, reduce=reduce, subset=2)
+        plain, target, inputs, batch = Plain(state.critic.module), Plain(state.target.module), policy(2), make_batch()
+        with torch.no_grad():
+            action = Plain(inputs)(batch.next_obs["policy"].double()).tanh()
+        metrics = ddpg.ddpg_value_update(state, ddpg.ValueInputs(inputs), batch, torch.Generator().manual_seed(seed))
+        loss_of = partial(value_loss, batch, plain, target, action, [0.0] * B, atoms, reduce)
+        found.append(metrics["loss/critic"].item())
+        with torch.no_grad():
+            losses = {pair: loss_of(drawn=pair)[0].item() for pair in itertools.combinations(range(10), 2)}
+        pair = min(losses, key=lambda pair: abs(losses[pair] - found[-1]))
+        check_polyak(
+            state.target, target.values(), check_step(state.critic, metrics, "critic", plain, loss_of(drawn=pair)[0])
+        )
+    assert len({*found}) >= 4
+    assert max(losses.values()) - min(losses.values()) > 0.01 * found[-1]
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,21 @@ def test_no_gradient_flows_through_burn_in_or_final_observations():
     assert not grad[size:].any()
 
 
+def test_bfloat16_is_for_the_learners_networks_alone():
+    """Values near 1,000: the last layers are computed in float32, where actions differ by less than bfloat16 holds."""
+    parts = run(config_of({"amp": True}), ticks=9)
+    learner, acting = parts.first.learners["v"], parts.first.collector.actor.policy
+    (batch,) = learner.draw(1, torch.Generator().manual_seed(1))
+    for net in learner.state.nets:
+        with torch.no_grad():
+            net.value[-1].bias += 1000.0
+        acting.load_state_dict(net.state_dict())
+        rounded, exact = (r2d2.sequence_values(n, batch, 3) for n in (net, acting))
+        assert rounded.dtype == exact.dtype == torch.float32
+        gap, error = exact.amax(-1) - exact.amin(-1), (rounded - exact).abs().amax(-1)
+        assert 1e-5 < error.median() < 0.05 * gap.median() < 0.05
+
+
 # -- the stored states ------------------------------------------------------------------------------------------------
 
 

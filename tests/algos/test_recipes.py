@@ -88,7 +88,7 @@ def assert_equal_networks(ours: nn.Module, theirs: list[nn.Sequential]):
             torch.testing.assert_close(a.bias if single else a.bias[e, 0], b.bias, rtol=0, atol=1e-7)
 
 
-@pytest.mark.parametrize("preset", ["fasttd3", "fastsac", "flashsac"])
+@pytest.mark.parametrize("preset", ["fasttd3", "fastsac", "flashsac", "squint"])
 def test_updates_are_in_bfloat16_where_the_published_ones_are(preset):
     amp = {scale: compose(["device=cpu", f"algo={preset}", f"scale={scale}"]).algo.amp for scale in ("gpu", "cpu")}
     assert amp == {"gpu": True, "cpu": False}
@@ -134,6 +134,7 @@ def test_fasttd3():
         assert metrics["loss/critic"].item() == pytest.approx(loss.item(), abs=6e-8)
         grads = torch.cat([p.grad.reshape(-1) for c in critics for p in c.parameters()])
         assert metrics["grad_norm/critic"].item() == pytest.approx(math.sqrt(float(grads @ grads)), abs=6e-8)
+        assert_same_gradients(value.state.critic.module, critics)
         critic_optim.step()
         with torch.no_grad():
             for critic, target in zip(critics, targets, strict=True):
@@ -150,6 +151,7 @@ def test_fasttd3():
             loss.backward()
             actor_optim.step()
             assert metrics["loss/policy"].item() == pytest.approx(loss.item(), abs=6e-8)
+            assert_same_gradients(improve.state.policy.module, [actor])
             exchange(value, improve)
     assert_equal_networks(value.state.critic.module, critics)
     assert_equal_networks(value.state.target.module, targets)
@@ -295,7 +297,7 @@ def test_atoms_span_up_to_twice_the_returns_that_the_cap_admits(name):
 
 @pytest.mark.parametrize("name", GAUSSIAN)
 def test_gaussian_recipes(name):
-    """Losses, gradient norms, weights, running statistics and temperature over 20 updates.
+    """Losses, gradients, weights, running statistics and temperature over 20 updates.
 
     Ours has the temperature in float32.
     """
@@ -365,6 +367,7 @@ def test_gaussian_recipes(name):
         assert metrics["loss/critic"].item() == pytest.approx(loss.item(), abs=1e-6)
         grads = torch.cat([p.grad.reshape(-1) for c in critics for p in c.parameters()])
         assert metrics["grad_norm/critic"].item() == pytest.approx(math.sqrt(float(grads @ grads)), abs=1e-6)
+        assert_same_gradients(value.state.critic.module, critics)
         critic_optim.param_groups[0]["lr"] = rate(name, update)
         critic_optim.step()
         for net in critics:
@@ -387,6 +390,7 @@ def test_gaussian_recipes(name):
             loss = (alpha.detach().exp() * log_prob - q).mean()
             actor_optim.zero_grad()
             loss.backward()
+            assert_same_gradients(improve.state.policy.module, [actor])
             step = update // every
             actor_optim.param_groups[0]["lr"] = rate(name, step, 1 / every)
             actor_optim.step()
@@ -399,6 +403,17 @@ def test_gaussian_recipes(name):
     assert_same(value.state.critic.module, critics)
     assert_same(value.state.target.module, targets, statistics=False)  # those of a target network are never read
     assert_same(improve.state.policy.module, [actor])
+
+
+def assert_same_gradients(ours: nn.Module, theirs: list[nn.Sequential]):
+    """Gradients of our network or ensemble, element by element, and of separate networks."""
+    copied = copy.deepcopy(ours)
+    for p, q in zip(copied.net.parameters(), ours.net.parameters(), strict=True):
+        p.data = q.grad.clone()
+    for e, net in enumerate(theirs):
+        mine = separate(copied, e if len(theirs) > 1 else None)
+        for a, b in zip(mine.parameters(), net.parameters(), strict=True):
+            torch.testing.assert_close(a.data, b.grad, rtol=1e-6, atol=1e-7)
 
 
 def assert_same(ours: nn.Module, theirs: list[nn.Sequential], statistics: bool = True):
@@ -451,7 +466,9 @@ def test_squint():
     shape = (3, 20, 24)
     spec = EnvSpec("made up", 8, {"policy": ObsSpec(shape)}, Box(A), CPU)
     small = ("algo.encoder.size=10", "algo.encoder.channels=[4,6]", "algo.encoder.features=5")
-    config, value, improve = trainers("algo=squint", "scale=gpu", *small, "algo.critic.atoms=11", spec=spec)
+    config, value, improve = trainers(
+        "algo=squint", "scale=gpu", "algo.amp=false", *small, "algo.critic.atoms=11", spec=spec
+    )
     algo = config.algo
     assert (algo.gamma, algo.batch_size, algo.n_step, algo.alpha) == (0.9, 512, 1, 1)
     eye, old = eye_of(value.state.critic.module), eye_of(value.state.target.module)
@@ -482,12 +499,16 @@ def test_squint():
         loss = sum(-(goal * log).sum(-1).mean() for goal, log in zip(goals, logs, strict=True))
         critic_optim.zero_grad()
         loss.backward()
+        assert_same_gradients(value.state.critic.module, critics)
         critic_optim.step()
         assert metrics["loss/critic"].item() == pytest.approx(loss.item(), abs=1e-6)
         with torch.no_grad():
             for net, target in zip((eye, *critics), (old, *targets), strict=True):
                 for p, q in zip(net.parameters(), target.parameters(), strict=True):
                     q += 0.01 * (p - q)
+        alpha_optim.zero_grad()
+        (alpha.exp() * (-log_prob.mean() + A)).sum().backward()  # target entropy: -A
+        alpha_optim.step()
         exchange(value, improve)
         if update % 4 == 3:
             part = ObsBatch(batch.obs, batch.mask, batch.weight)
@@ -499,11 +520,9 @@ def test_squint():
             loss = (alpha.detach().exp() * log_prob - q).mean()
             actor_optim.zero_grad()
             loss.backward()
+            assert_same_gradients(improve.state.policy.module, [actor])
             actor_optim.step()
             assert metrics["loss/policy"].item() == pytest.approx(loss.item(), abs=1e-6)
-            alpha_optim.zero_grad()
-            (alpha * (-log_prob.detach().mean() + A)).sum().backward()  # target entropy: -A
-            alpha_optim.step()
             exchange(value, improve)
     assert_same(value.state.critic.module, critics)
     assert_same(value.state.target.module, targets)
@@ -512,4 +531,4 @@ def test_squint():
     for net, theirs in zip(nets, (eye, old, eye), strict=True):
         for p, q in zip(net.encoder.parameters(), theirs.parameters(), strict=True):
             torch.testing.assert_close(p.data, q.data, rtol=0, atol=1e-6)
-    assert improve.state.log_alpha().item() == pytest.approx(alpha.item(), abs=1e-6)
+    assert value.state.log_alpha().item() == pytest.approx(alpha.item(), abs=1e-6)

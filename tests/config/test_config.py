@@ -531,9 +531,16 @@ def test_another_simulator_has_nothing_of_the_default_tasks_preset():
     assert compose(["device=cpu"]).task.reward_scale == 0.1
 
 
-def test_networks_of_the_user_have_no_bfloat16():
-    message = refusal("algo.amp=true", "algo.critic.net=nets:Critic")
+@pytest.mark.parametrize("words", [(), ("task=cartpole", "algo=dqn"), ("task=tmaze", "algo=r2d2")], ids=str)
+def test_networks_of_the_user_have_no_bfloat16(words):
+    message = refusal("algo.amp=true", "algo.critic.net=nets:Critic", *words)
     assert message.startswith("algo.amp=true: expected false with the custom network algo.critic.net=nets:Critic")
+
+
+@pytest.mark.parametrize("algo", ["dqn", "r2d2"])
+def test_learning_rates_fall_with_adam_alone(algo):
+    message = refusal("task=cartpole", f"algo={algo}", "algo.lr_schedule=linear", "algo.optimizer=rmsprop")
+    assert message == "algo.lr_schedule=linear: expected constant, or algo.optimizer=adam with it"
 
 
 def test_weights_of_fixed_norm_have_no_small_head():

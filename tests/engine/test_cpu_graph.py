@@ -6,18 +6,41 @@ import itertools
 import weakref
 
 import pytest
+import r2d2_runs
 import torch
-from conftest import bits, differences, small_config, start, ticks
+from conftest import FLASH, MODERN, bits, configured, differences, small_config, start, ticks
 from families import FAMILIES
 from sampling import sample
 from torch import Generator, nn
 
 from pql.config import Config
+from pql.config.compose import compose
 from pql.engine import graph as graphs
 from pql.engine.executors import Inline
 from pql.engine.graph import CpuGraph, Recorded, make_graph
 from pql.engine.tape import Tape
 from pql.errors import ConfigError, PqlWarning
+
+
+def preset(name):
+    """A small run with a preset's settings."""
+    algo = compose(["device=cpu", f"algo={name}"]).algo
+    critic, policy = (dataclasses.replace(net, hidden=[8, 8]) for net in (algo.critic, algo.policy))
+    algo = dataclasses.replace(algo, critic=critic, policy=policy, warmup_steps=4, batch_size=8)
+    return dataclasses.replace(small_config(), algo=algo)
+
+
+TEN = {"trunk": "sphere", "ensemble": 10, "subset": 2, "target": "mean"}
+RECIPES = {
+    "pql2": preset("pql2"),
+    "modern": configured({}, MODERN),
+    "batch norm": configured({}, FLASH),
+    "sphere": configured(
+        {}, {"family": "sac", "explore": {"kind": "scaled"}, "critic": TEN, "policy": {"trunk": "sphere"}}
+    ),
+    "r2d2, bfloat16": r2d2_runs.config_of({"amp": True, "lr_schedule": "linear", "lr_updates": 30}),
+}
+RUNS = {**FAMILIES, **RECIPES}
 
 
 class Owner:
@@ -191,10 +214,10 @@ def test_a_body_with_large_results_stays_eager_without_a_word(monkeypatch, recwa
 
 
 @pytest.mark.fault(26, cases=(6, 20))
-@pytest.mark.parametrize("family", sample(FAMILIES, keep=["pql", "rainbow", "ppo, lstm", "impala, lstm", "pqn"]))
-def test_captured_runs_equal_eager_ones(family, recwarn, cases):
-    """Updates of every family, and acting; bit for bit."""
-    config = FAMILIES[family]
+@pytest.mark.parametrize("run", sample(RUNS, keep=["pql", "rainbow", "ppo, lstm", "impala, lstm", "pqn", *RECIPES]))
+def test_captured_runs_equal_eager_ones(run, recwarn, cases):
+    """Updates of every family and of recent recipes, and acting; bit for bit."""
+    config = RUNS[run]
     captured, eager = (start(dataclasses.replace(config, graphs=g), Inline()) for g in ("on", "off"))
     for parts, program in ((captured, True), (eager, False)):
         graphs = [job.graph for job in parts.first.jobs.values()] + [lane._act for lane in parts.first.collector.lanes]

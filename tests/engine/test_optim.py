@@ -1,13 +1,16 @@
 """Optimisers on a flat parameter tensor, and ``Flat``, against the papers and torch's optimisers."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
-from conftest import small_config
+from conftest import go_on, small_config, start
+from families import FAMILIES
 from oracles import AdamW as SlowAdamW
 from torch import nn
 
+from pql.engine.executors import Inline
 from pql.engine.optim import AdamW, LrSchedule, RAdam, RMSProp, RMSPropTF, polyak
 from pql.nets.mlp import Flat, Layers, mlp
 from pql.run.build import build
@@ -16,6 +19,12 @@ from pql.run.build import build
 def net(seed=0):
     torch.manual_seed(seed)
     return mlp(3, Layers((5, 4), layer_norm=True), 2)
+
+
+def changed(record, values):
+    """Return a record of settings with other ``values``; those of its groups are dictionaries."""
+    new = {k: changed(getattr(record, k), v) if isinstance(v, dict) else v for k, v in values.items()}
+    return replace(record, **new)
 
 
 def flat_grads(module):
@@ -86,6 +95,41 @@ def test_a_schedule_is_torchs_and_ends(kind):
         torch.testing.assert_close(flat_values(module), flat_values(theirs), rtol=0, atol=1e-6)
     factors = [mine.schedule(torch.tensor(float(k))).item() for k in (0, 6, 12, 100)]
     assert factors == pytest.approx([1.0, 0.625, 0.25, 0.25])
+
+
+BETAS = {"beta1": 0.7, "beta2": 0.95}
+ADAMS = {
+    **{family: {"critic": BETAS, "policy": BETAS} for family in ("pql", "sac", "reppo")},
+    **{family: {"critic": BETAS} for family in ("rainbow", "r2d2", "pqn")},
+    "ppo": {"policy": BETAS},
+    "impala, lstm": {"optimizer": "adam", "policy": BETAS},
+}
+
+
+@pytest.mark.parametrize("family", ADAMS)
+def test_the_betas_of_the_settings_are_those_of_every_step(family, monkeypatch):
+    steps, fused = [], torch._fused_adamw_
+    monkeypatch.setattr(
+        torch, "_fused_adamw_", lambda *a, **k: steps.append((k["beta1"], k["beta2"])) or fused(*a, **k)
+    )
+    config = replace(FAMILIES[family], graphs="off")
+    go_on(start(replace(config, algo=changed(config.algo, ADAMS[family])), Inline()), 4)
+    assert len(steps) >= 4
+    assert {*steps} == {(0.7, 0.95)}
+
+
+@pytest.mark.parametrize("family", ["rainbow", "r2d2"])
+@pytest.mark.parametrize(("kind", "third"), [("linear", 0.7), ("cosine", 0.775)])
+def test_learning_rates_of_q_networks_fall_within_the_updates(family, kind, third, monkeypatch):
+    rates, fused = [], torch._fused_adamw_
+    monkeypatch.setattr(torch, "_fused_adamw_", lambda *a, **k: rates.append(k["lr"].item()) or fused(*a, **k))
+    config = replace(FAMILIES[family], graphs="off")
+    schedule = {"lr_schedule": kind, "lr_updates": 6, "lr_final": 0.1}
+    parts = go_on(start(replace(config, algo=changed(config.algo, schedule)), Inline()), 12)
+    assert len(rates) == parts.first.learners["v"].state.clock.updates > 8
+    first = config.algo.critic.lr
+    assert [rates[k] / first for k in (0, 2, 6, 8)] == pytest.approx([1, third, 0.1, 0.1])
+    assert rates == sorted(rates, reverse=True)
 
 
 def test_radam_equals_torch():
