@@ -7,9 +7,9 @@ Runs on a shared machine are compared by env steps; ``--rates`` are the env step
 task. Pictures have a panel per task and a line per file: over env steps, and over seconds at these rates (those of the
 first file). A line is the median over seeds, as far as all of them have come, with their range.
 
-A run is stored as its task, seed, changed settings, critic updates, commit and curve. Rows of a curve are the env steps
-and the mean return, then the values of ``--also``, such as ``eval/success``. Other entries of the JSON file, such as a
-note, are kept.
+A run is stored as its task, seed, changed settings, critic updates, commit (null for an installed package) and curve.
+Rows of a curve are the env steps and the mean return, then the values of ``--also``, such as ``eval/success``. Other
+entries of the JSON file, such as a note, are kept.
 """
 
 import argparse
@@ -21,7 +21,19 @@ from typing import Any
 import yaml
 from _peers_picture import draw
 
-KEPT = ("algo=", "algo.", "num_envs=", "task.kwargs.")  # words of a command that change what is learned
+LEFT_OUT = (
+    "task=",
+    "task.name=",
+    "seed=",
+    "device=",
+    "placement.",
+    "budget.",
+    "eval.",
+    "checkpoint.",
+    "logger",
+    "run_dir=",
+)
+"""Beginnings of the words of a command that do not change what is learned, or that the run's other entries state."""
 
 
 def read(folder: Path, also: Sequence[str] = ()) -> dict[str, Any]:
@@ -40,11 +52,15 @@ def read(folder: Path, also: Sequence[str] = ()) -> dict[str, Any]:
     rows = [line for line in lines if line.get("eval/return_mean") is not None]
     if not rows:
         raise SystemExit(f"{folder}: a run without an evaluation")
+    if unknown := [name for name in also if any(name not in row for row in rows)]:
+        raise SystemExit(
+            f"--also {unknown[0]}: {folder} has evaluations without it; a metric of every evaluation is expected"
+        )
     return {
         "task": config["task"]["name"],
         "seed": config["seed"],
-        "overrides": " ".join(word for word in words if word.startswith(KEPT)),
-        "commit": commit[:7],
+        "overrides": " ".join(word for word in words if not word.startswith(LEFT_OUT)),
+        "commit": commit and commit[:7],
         "critic_updates": max(int(line.get("updates/v", 0)) for line in lines),
         "curve": [
             [int(row["steps/env"]), round(row["eval/return_mean"], 2), *(round(row[name], 3) for name in also)]
@@ -54,15 +70,30 @@ def read(folder: Path, also: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def store(folders: Sequence[Path], file: Path, rates: Mapping[str, float], also: Sequence[str]) -> None:
-    """Write the runs to ``file``, ordered by task and seed; other entries of the file remain."""
+    """Write the runs to ``file``, ordered by task and seed; other entries of the file remain.
+
+    Raises:
+        SystemExit: a folder is not a run, or two runs are equal but for their curves.
+    """
     data = json.loads(file.read_text()) if file.exists() else {}
     runs = sorted((read(folder, also) for folder in folders), key=lambda run: (run["task"], run["seed"]))
+    named = [(run["task"], run["seed"], run["overrides"]) for run in runs]
+    if twice := [one for one in named if named.count(one) > 1]:
+        raise SystemExit(f"two runs of {' '.join(map(str, twice[0]))}: one of each task, seed and settings is expected")
     data = {**data, **({"rates": dict(rates)} if rates else {}), "runs": runs}
     file.write_text(json.dumps(data) + "\n")
 
 
 def series(name: str, data: Mapping[str, Any], rates: Mapping[str, float]) -> list[dict[str, Any]]:
-    """Return the runs of a file as ``draw`` expects them; without a rate of the task a run is left out."""
+    """Return the runs of a file as ``draw`` expects them.
+
+    Raises:
+        SystemExit: a task has no rate.
+    """
+    if missing := {run["task"] for run in data["runs"]} - {*rates}:
+        raise SystemExit(
+            f"{name}: no rate of {', '.join(sorted(missing))}: tools/curves.py store ... --rates TASK=RATE"
+        )
     return [
         {
             "task": run["task"],
@@ -73,7 +104,6 @@ def series(name: str, data: Mapping[str, Any], rates: Mapping[str, float]) -> li
             ],
         }
         for run in data["runs"]
-        if run["task"] in rates
     ]
 
 
@@ -84,25 +114,46 @@ def pair(word: str) -> tuple[str, str]:
     return name, value
 
 
+def rate(word: str) -> tuple[str, float]:
+    task, value = pair(word)
+    try:
+        number = float(value)
+    except ValueError:
+        number = 0.0
+    if not number > 0:
+        raise argparse.ArgumentTypeError(f"{word}: env steps per second above 0 are expected")
+    return task, number
+
+
+def load(file: str) -> dict[str, Any]:
+    """Read a stored file.
+
+    Raises:
+        SystemExit: it cannot be read.
+    """
+    try:
+        return dict(json.loads(Path(file).read_text()))
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{file}: a file of tools/curves.py store is expected ({error})") from None
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("store", help="run directories to JSON")
     one.add_argument("runs", nargs="+", type=Path)
     one.add_argument("--json", type=Path, required=True)
-    one.add_argument("--rates", nargs="+", type=pair, default=[], metavar="TASK=RATE")
+    one.add_argument("--rates", nargs="+", type=rate, default=[], metavar="TASK=RATE")
     one.add_argument("--also", nargs="+", default=[], metavar="METRIC")
     two = commands.add_parser("draw", help="JSON files to pictures")
     two.add_argument("files", nargs="+", type=pair, metavar="NAME=FILE")
     two.add_argument("--pictures", type=Path, required=True)
     args = parser.parse_args(argv)
     if args.command == "store":
-        store(args.runs, args.json, {task: float(rate) for task, rate in args.rates}, args.also)
+        store(args.runs, args.json, dict(args.rates), args.also)
         return
-    files = [(name, json.loads(Path(file).read_text())) for name, file in args.files]
-    rates = files[0][1].get("rates")
-    if not rates:
-        raise SystemExit(f"{args.files[0][1]}: no rates: store it with --rates")
+    files = [(name, load(file)) for name, file in args.files]
+    rates = files[0][1].get("rates", {})
     runs = [run for name, data in files for run in series(name, data, rates)]
     for axis in ("env_steps", "seconds"):
         draw(runs, axis, args.pictures / f"{axis}.png")

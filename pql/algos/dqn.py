@@ -2,8 +2,8 @@
 
 Double, dueling, n-step, C51, IQN, Munchausen targets, noisy layers and priorities are settings. Sources: Mnih et al.
 2015 (DQN), van Hasselt et al. 2016 (double), Bellemare et al. 2017 (C51), Schaul et al. 2016 (priorities), Fortunato et
-al. 2018 (noisy layers), Hessel et al. 2018 (Rainbow), Dabney et al. 2018 (IQN), Vieillard et al. 2020 (Munchausen),
-Clark et al. 2025 (BTR).
+al. 2018 (noisy layers), Hessel et al. 2018 (Rainbow), Imani & White 2018 (HL-Gauss), Dabney et al. 2018 (IQN),
+Vieillard et al. 2020 (Munchausen), Clark et al. 2025 (BTR).
 """
 
 import torch
@@ -14,7 +14,7 @@ from pql.algos.critics import loss_share
 from pql.algos.value import ValueBased, ValueState, make_q_network
 from pql.config import DqnConfig, MunchausenConfig
 from pql.engine.optim import follow
-from pql.nets.distributions import project
+from pql.nets.distributions import hl_gauss, project
 from pql.nets.q import QNetwork, QuantileNetwork, redraw_noise
 from pql.types import Batch, Metrics
 
@@ -85,14 +85,21 @@ def value_quantile_loss(
 def value_categorical_loss(
     net: QNetwork, target_net: QNetwork, settings: DqnConfig, batch: Batch
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Cross-entropy against the projected target distribution. Returns (loss, KL(target || prediction), value), [B]."""
+    """Cross-entropy against the projected target distribution, or HL-Gauss around its mean (Farebrother et al. 2024).
+
+    Returns (loss, KL(target || prediction), value), [B] each.
+    """
     atoms = net.atoms
     assert atoms is not None
     with torch.no_grad():
         ahead = target_net(batch.next_obs).softmax(-1)  # [B, n, Z]
         best = choose(net, ahead @ atoms, settings, batch)
-        support = batch.reward.unsqueeze(-1) + batch.discount.unsqueeze(-1) * atoms
-        target = project(support, at(ahead, best), atoms)
+        if settings.critic.loss == "hl_gauss":
+            mean = torch.addcmul(batch.reward, batch.discount, at(ahead, best) @ atoms)
+            target = hl_gauss(mean, atoms, settings.critic.sigma)
+        else:
+            support = batch.reward.unsqueeze(-1) + batch.discount.unsqueeze(-1) * atoms
+            target = project(support, at(ahead, best), atoms)
     log_probs = at(net(batch.obs), batch.action).log_softmax(-1)  # [B, Z]
     loss = -(target * log_probs).sum(-1)
     kl = loss.detach() + torch.xlogy(target, target).sum(-1)

@@ -186,7 +186,7 @@ def make_adamw(flat: Flat, net: TrainedNetConfig, kind: type[AdamW] = AdamW) -> 
 
 
 def make_lr_schedule(algo: ReplayAlgoConfig, per_update: float = 1.0) -> LrSchedule | None:
-    """Return the schedule of an optimiser that takes ``per_update`` steps per V-update; None: constant."""
+    """Return the schedule of an optimiser that takes ``per_update`` steps per critic update; None: constant."""
     if algo.lr_schedule == "constant":
         return None
     return LrSchedule(algo.lr_schedule, algo.lr_updates * per_update, algo.lr_final)

@@ -462,6 +462,7 @@ class RolloutAlgoConfig(AlgoConfig):
         low=1,
         high=10**15,
         ranks="floor",
+        replaces=("lr_schedule", "lr_updates", "lr_final"),
     )
     amp: bool = setting(False, "Run networks in bfloat16 (autocast), in collection, too; evaluations use float32.")
 

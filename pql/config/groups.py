@@ -133,6 +133,22 @@ class DistributionalNetConfig(TrainedNetConfig):
 
 
 @dataclass(frozen=True)
+class CategoricalNetConfig(DistributionalNetConfig):
+    """A value network with a choice of categorical targets."""
+
+    loss: str = setting(
+        "c51",
+        "Target of a categorical critic: c51: the projected distribution; hl_gauss: a histogram of a Gaussian around "
+        "the target's mean (Imani & White 2018).",
+        choices=("c51", "hl_gauss"),
+        when="atoms",
+    )
+    sigma: float = setting(
+        0.75, "Standard deviation of hl_gauss, in distances between atoms.", above=0, high=100, when="loss=hl_gauss"
+    )
+
+
+@dataclass(frozen=True)
 class ValueNetConfig(TrainedNetConfig):
     """A Q-network whose optimiser need not be Adam."""
 
@@ -142,7 +158,7 @@ class ValueNetConfig(TrainedNetConfig):
 
 
 @dataclass(frozen=True)
-class QuantileNetConfig(ValueNetConfig, DistributionalNetConfig):
+class QuantileNetConfig(ValueNetConfig, CategoricalNetConfig):
     """A Q-network that may predict quantiles (IQN; Dabney et al. 2018)."""
 
     quantiles: int | None = setting(
@@ -178,19 +194,9 @@ class MunchausenConfig:
 
 
 @dataclass(frozen=True)
-class CriticConfig(DistributionalNetConfig, TrunkConfig):
+class CriticConfig(CategoricalNetConfig, TrunkConfig):
     """An ensemble of critics with target networks."""
 
-    loss: str = setting(
-        "c51",
-        "Target of a categorical critic: c51: the projected distribution; hl_gauss: a histogram of a Gaussian around "
-        "the target's mean (Imani & White 2018).",
-        choices=("c51", "hl_gauss"),
-        when="atoms",
-    )
-    sigma: float = setting(
-        0.75, "Standard deviation of hl_gauss, in distances between atoms.", above=0, high=100, when="loss=hl_gauss"
-    )
     ensemble: int = setting(2, "Critics, evaluated as one batched network.", low=1, high=100, weights="critic")
     target: str = setting(
         "min",

@@ -4,13 +4,12 @@ import dataclasses
 import itertools
 import math
 from functools import partial
-from statistics import NormalDist
 
 import pytest
 import torch
 from conftest import go_on, small_config, start
 from oracles import AdamW as SlowAdamW
-from oracles import c51_projection, tanh_gaussian_log_prob
+from oracles import bin_masses, c51_projection, tanh_gaussian_log_prob
 from torch.nn import functional as F
 
 from pql.algos import critics, ddpg, sac
@@ -176,14 +175,6 @@ def check_polyak(target, before, moved):
     assert target.data.tolist() == pytest.approx(want, abs=1e-6)
 
 
-def bin_masses(mean, atoms, sigma):
-    """Mass of Normal(mean, sigma d) in the bin around each atom, by its distribution function; the ends are open."""
-    edges = [-math.inf, *((a + b) / 2 for a, b in itertools.pairwise(atoms)), math.inf]
-    normal = NormalDist(mean, sigma * (atoms[1] - atoms[0]))
-    below = [normal.cdf(edge) for edge in edges]
-    return [high - low for low, high in itertools.pairwise(below)]
-
-
 def value_loss(batch, plain, target, action, bonus, atoms, reduce="min", sigma=None, drawn=(0, 1)):
     """sum_b share_b sum_e loss_e, by a loop over rows and members. Returns (loss, mean value of member 0).
 
@@ -339,7 +330,7 @@ def test_a_random_subset_of_the_ensemble_forms_the_target():
 @pytest.mark.parametrize("atoms", [None, ATOMS], ids=["scalar", "c51"])
 @pytest.mark.parametrize("reduce", ["min", "mean"])
 def test_two_of_ten_critics_form_the_target_of_all(reduce, atoms):
-    """REDQ: each critic is trained on a target of two, drawn anew for each update; any two may be drawn."""
+    """REDQ: each critic is trained on a target of two, drawn anew for each update."""
     found = []
     for seed in range(5):
         state = value_state(atoms, members=10, reduce=reduce, subset=2)

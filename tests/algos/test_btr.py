@@ -174,6 +174,9 @@ def test_twenty_updates_are_those_of_the_recipe():
         assert metrics["loss/critic"].item() == pytest.approx(loss, rel=1e-7)
         assert metrics["grad_norm/critic"].item() == pytest.approx(norm, rel=1e-7)
         assert state.priorities.reported == pytest.approx(priorities, rel=1e-7)
+        for name, value in weights(state.q.module):
+            if reference.now[name].requires_grad:
+                torch.testing.assert_close(value.grad, reference.now[name].grad, rtol=0, atol=1e-8)
         norms.append(norm)
     assert min(norms) < CLIP < max(norms)
     for mine, other in ((state.q, reference.now), (state.target, reference.target)):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from oracles import AdamW as SlowAdamW
 from oracles import (
+    bin_masses,
     c51_projection,
     huber,
     kl_divergence,
@@ -20,6 +21,7 @@ from oracles import (
 from pql.algos import dqn
 from pql.algos.value import ValueState
 from pql.config import DqnConfig, MunchausenConfig
+from pql.config.groups import QuantileNetConfig
 from pql.engine.optim import AdamW, Clock
 from pql.nets.mlp import Flat, Layers, NetInput
 from pql.nets.q import QNetwork, QuantileNetwork, redraw_noise
@@ -37,6 +39,7 @@ VARIANTS = {
     "dueling": {"dueling": True, "double": True},
     "c51": {"atoms": ATOMS},
     "double c51": {"atoms": ATOMS, "double": True, "dueling": True},
+    "hl-gauss": {"atoms": ATOMS, "loss": "hl_gauss", "double": True},
     "munchausen": {"munchausen": SOFT, "dueling": True},
     "iqn": {"quantiles": 5},
     "double iqn": {"quantiles": 5, "double": True, "dueling": True, "huber": 0.4},
@@ -76,7 +79,10 @@ def state_of(variant, priorities=None, period=1000):
 
 def settings_of(variant):
     soft = variant.get("munchausen", MunchausenConfig())
-    return DqnConfig(double=variant.get("double", False), huber=variant.get("huber", 1.0), munchausen=soft)
+    critic = QuantileNetConfig(loss=variant.get("loss", "c51"), sigma=0.6)
+    return DqnConfig(
+        double=variant.get("double", False), huber=variant.get("huber", 1.0), munchausen=soft, critic=critic
+    )
 
 
 def make_batch(masked=8):
@@ -130,7 +136,10 @@ def by_the_papers(net, target_net, settings, batch):
         values = means[b].tolist() if chooser is None else chooser
         best = max(range(A), key=values.__getitem__)
         support = [r + g * z for z in atoms.tolist()]
-        target = c51_projection(support, probs[b, best].tolist(), atoms.tolist())
+        if settings.critic.loss == "c51":
+            target = c51_projection(support, probs[b, best].tolist(), atoms.tolist())
+        else:
+            target = bin_masses(r + g * means[b, best].item(), atoms.tolist(), settings.critic.sigma)
         log_p = now[b, a].log_softmax(-1)
         losses.append(-(torch.tensor(target, dtype=torch.float64) * log_p).sum())
         errors.append(kl_divergence(target, log_p.exp().tolist()))

@@ -286,6 +286,7 @@ def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, trial):
         (("algo.epsilon.start=0",), "algo.epsilon.start=0.0: expected at least algo.epsilon.end="),
         (("algo.q_lambda=1.5",), "algo.q_lambda=1.5: expected a number from 0 up to 1"),
         (("algo.optimizer=rmsprop",), "algo.optimizer=rmsprop: expected one of radam, adam"),
+        (("algo.lr_schedule=linear",), "algo=pqn does not read it: see algo.anneal_steps"),
         (("replay.capacity=5000",), "replay.capacity=5000: expected no such setting: algo=pqn does not read it"),
         (("algo.epsilon.exponent=3",), "exponent=3.0: expected algo.epsilon.kind=ladder with it"),
         (("replay.save=true",), "replay.save=true: expected false: for off-policy algorithms alone"),

@@ -289,7 +289,7 @@ def rate(name, update, per_update=1.0):
 
 @pytest.mark.parametrize("name", ["flashsac", "pql2"])
 def test_atoms_span_up_to_twice_the_returns_that_the_cap_admits(name):
-    """A wider range slows learning down (docs/results/pql2-cpu.md). squint's CPU scale is wider: +-5 for +-1.5."""
+    """A wider range slows learning down (docs/results/pql2-search.md). squint's CPU scale is wider: +-5 for +-1.5."""
     algo = compose(["device=cpu", f"algo={name}"]).algo
     assert algo.critic.v_min == -algo.critic.v_max
     assert 0.5 <= algo.return_cap * algo.reward_scale / algo.critic.v_max <= 1
@@ -500,6 +500,8 @@ def test_squint():
         critic_optim.zero_grad()
         loss.backward()
         assert_same_gradients(value.state.critic.module, critics)
+        for p, q in zip(value.state.critic.module.encoder.parameters(), eye.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-6, atol=1e-7)
         critic_optim.step()
         assert metrics["loss/critic"].item() == pytest.approx(loss.item(), abs=1e-6)
         with torch.no_grad():

@@ -10,7 +10,7 @@ import torch
 from conftest import bits, differences, go_on, learners, start, ticks
 from gates import score, train_until
 from histories import CPU, Column
-from oracles import known_end, soft_lambda_return
+from oracles import bin_masses, known_end, soft_lambda_return
 from ppo_runs import learned_with
 from reppo_runs import EVERY_VARIANT, config_of, short_of
 from run_files import points, resume, rows
@@ -194,20 +194,6 @@ def through(layers, x):
     return x
 
 
-def histogram(value, atoms):
-    """Normal(value, 0.75 bins) on bins around the atoms; what lies beyond the ends is in the last bins."""
-    width, out = atoms[1] - atoms[0], []
-
-    def below(x):
-        return 0.5 * (1 + math.erf((x - value) / (0.75 * width * math.sqrt(2))))
-
-    for k, z in enumerate(atoms):
-        low = 0.0 if k == 0 else below(z - width / 2)
-        high = 1.0 if k == len(atoms) - 1 else below(z + width / 2)
-        out.append(high - low)
-    return out
-
-
 class Second:
     """REPPO's update as the paper's repository describes it, on its own copies of the weights."""
 
@@ -238,7 +224,7 @@ class Second:
         for b in range(B):
             if batch.mask[b] == 0:
                 continue
-            target = histogram(batch.target[b].item(), self.atoms)
+            target = bin_masses(batch.target[b].item(), self.atoms, 0.75)
             loss = loss - sum(t * log_p[b, k] for k, t in enumerate(target)) / count
             if batch.alive[b] == 1:
                 error = error + sum((predicted[b, j] - batch.embedding[b, j]) ** 2 for j in range(F)) / F / count
@@ -294,7 +280,7 @@ def normal(x, mean, std):
 
 @pytest.mark.parametrize("samples", [None, 4])
 def test_updates_agree_with_a_second_implementation(samples):
-    """Losses, gradient norms and all weights over 20 updates of critic and policy; the preset samples 16 actions."""
+    """Losses, gradients and all weights over 20 updates of critic and policy; the preset samples 16 actions."""
     config, state = double_learner(f"algo.kl_samples={'null' if samples is None else samples}")
     other, close = Second(state, samples), {"rel": 1e-9, "abs": 1e-9}
     assert (config.algo.gamma, config.algo.td_lambda, config.algo.kl_bound) == (0.99, 0.95, 0.1)
@@ -309,10 +295,13 @@ def test_updates_agree_with_a_second_implementation(samples):
         assert out["loss/critic"].item() == pytest.approx(loss.item(), **close)
         assert out["loss/embedding"].item() == pytest.approx(error.item(), **close)
         assert out["grad_norm/critic"].item() == pytest.approx(norm.item(), **close)
+        compare([p.grad.flatten() for p in state.critic_net.parameters()], [p.grad for p in other.critic_leaves])
         loss, near, norm = other.policy(batch, theirs)
         assert out["loss/policy"].item() == pytest.approx(loss.item(), **close)
         assert out["policy/kl_exceeded"].item() == pytest.approx(1 - near)
         assert out["grad_norm/policy"].item() == pytest.approx(norm.item(), **close)
+        trained = [p.grad.flatten() for p in state.optimizer.flat.module.parameters()]
+        compare(trained, [p.grad for p in other.actor_leaves])
         shares.append(near)
     assert min(shares) < 0.9
     assert max(shares) > 0.1

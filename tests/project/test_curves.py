@@ -29,7 +29,10 @@ def run(folder, seed, *words):
 def test_stored_runs_have_what_changes_learning_and_their_evaluations(curves, tmp_path):
     file = tmp_path / "c.json"
     file.write_text('{"note": "kept", "runs": [1]}')
-    folders = [run(tmp_path / "b", 2, "algo=pql2", "algo.gamma=0.9"), run(tmp_path / "a", 1, "algo=pql2")]
+    folders = [
+        run(tmp_path / "b", 2, "algo=pql2", "replay.capacity=1000", "eval.num_envs=8"),
+        run(tmp_path / "a", 1, "algo=pql2"),
+    ]
     curves.main(["store", *folders, "--json", str(file), "--rates", "pendulum=500", "--also", "eval/success"])
     data = json.loads(file.read_text())
     assert (data["note"], data["rates"]) == ("kept", {"pendulum": 500.0})
@@ -42,10 +45,9 @@ def test_stored_runs_have_what_changes_learning_and_their_evaluations(curves, tm
         "critic_updates": 20,
         "curve": [[1000, -900.12, 0.25], [3000, -301.0, 0.5]],
     }
-    assert (second["seed"], second["overrides"]) == (2, "algo=pql2 algo.gamma=0.9")
+    assert (second["seed"], second["overrides"]) == (2, "algo=pql2 replay.capacity=1000")
     (line, *_) = curves.series("x", data, data["rates"])
     assert [point["seconds"] for point in line["curve"]] == [2.0, 6.0]
-    assert curves.series("x", data, {"hopper": 1.0}) == []
 
 
 def test_pictures_over_both_axes(curves, tmp_path):
@@ -62,6 +64,22 @@ def test_what_is_missing_is_named(curves, tmp_path):
     file = tmp_path / "c.json"
     with pytest.raises(SystemExit, match=r"no: no run: .*config\.yaml is missing"):
         curves.main(["store", str(tmp_path / "no"), "--json", str(file)])
-    curves.main(["store", run(tmp_path / "a", 1, "algo=pql2"), "--json", str(file)])
-    with pytest.raises(SystemExit, match="no rates: store it with --rates"):
-        curves.main(["draw", f"one={file}", "--pictures", str(tmp_path)])
+    folder = run(tmp_path / "a", 1, "algo=pql2")
+    curves.main(["store", folder, "--json", str(file)])
+    for words, message in (
+        (("draw", f"one={file}", "--pictures", str(tmp_path)), "one: no rate of pendulum"),
+        (
+            ("draw", "one=no.json", "--pictures", str(tmp_path)),
+            r"no\.json: a file of tools/curves\.py store is expected",
+        ),
+        (("store", folder, "--json", str(file), "--also", "eval/x"), "--also eval/x: .*a metric of every evaluation"),
+        (("store", folder, folder, "--json", str(file)), "two runs of pendulum 1 algo=pql2"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            curves.main(words)
+
+
+def test_rates_are_positive_numbers(curves, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        curves.main(["store", str(tmp_path), "--json", "c.json", "--rates", "pendulum=fast"])
+    assert "pendulum=fast: env steps per second above 0 are expected" in capsys.readouterr().err

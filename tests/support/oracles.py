@@ -3,8 +3,10 @@
 They take and return numbers and lists; an input tensor is read entry by entry, in float64.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
+from statistics import NormalDist
 from typing import NamedTuple
 
 
@@ -75,6 +77,15 @@ def c51_projection(support: Sequence[float], probs: Sequence[float], atoms: Sequ
         out[upper] += p * (b - lower)
         out[lower] += p * (1 - (b - lower))
     return out
+
+
+def bin_masses(mean: float, atoms: Sequence[float], sigma: float) -> list[float]:
+    """HL-Gauss (Imani & White 2018): mass of Normal(mean, sigma d) in the bin around each atom, by its distribution
+    function; d is the distance between atoms, and the bins at both ends are open."""
+    edges = [-math.inf, *((a + b) / 2 for a, b in itertools.pairwise(atoms)), math.inf]
+    normal = NormalDist(mean, sigma * (atoms[1] - atoms[0]))
+    below = [normal.cdf(edge) for edge in edges]
+    return [high - low for low, high in itertools.pairwise(below)]
 
 
 def tanh_gaussian_log_prob(raw: Sequence[float], mean: Sequence[float], std: Sequence[float]) -> float:
