@@ -21,14 +21,14 @@ from pql.config.groups import (
     ExploreConfig,
     GaussianPolicyConfig,
     MunchausenConfig,
-    NetConfig,
     OptionalVtraceConfig,
     PathwiseCriticConfig,
     PathwisePolicyConfig,
     PriorityConfig,
     QuantileNetConfig,
+    ResidualNetConfig,
     RolloutPolicyConfig,
-    TrainedNetConfig,
+    StateNetConfig,
     ValueEncoderConfig,
     ValueNetConfig,
     VtraceConfig,
@@ -112,6 +112,13 @@ class AlgoConfig:
 
     def check(self, config: "Config") -> None:
         """Raise ``ConfigError`` if settings are incompatible."""
+        for name in ("policy", "critic"):
+            net = getattr(self, name, None)
+            if net is None or net.net is not None or getattr(net, "trunk", "mlp") == "mlp":
+                continue
+            if len({*net.hidden}) != 1:
+                one = "one width for all residual blocks, such as [256,256]"
+                raise ConfigError(f"algo.{name}.hidden", net.hidden, one)
 
 
 # -- replay -----------------------------------------------------------------------------------------------------------
@@ -190,10 +197,6 @@ class ActorCriticConfig(ReplayAlgoConfig):
             net = getattr(self, name)
             if net.net is not None and self.amp:
                 raise ConfigError("algo.amp", True, f"false with the custom network algo.{name}.net={net.net}")
-            if net.net is None and net.trunk != "mlp" and len({*net.hidden}) != 1:
-                raise ConfigError(
-                    f"algo.{name}.hidden", net.hidden, "one width for all residual blocks, such as [256,256]"
-                )
             if net.net is not None and self.policy.encoder == "critic":
                 custom = f"own with the custom network algo.{name}.net={net.net}"
                 raise ConfigError("algo.policy.encoder", "critic", custom)
@@ -534,7 +537,7 @@ class StochasticConfig(RolloutAlgoConfig):
     )
     policy_lag: int = setting(0, "Additional age of the acting policy in ticks, for experiments.", low=0, high=1000)
     policy: RolloutPolicyConfig = group(RolloutPolicyConfig, "Policy, and the settings of the shared optimiser.")
-    critic: NetConfig = group(NetConfig, "Value network.")
+    critic: StateNetConfig = group(StateNetConfig, "Value network.")
 
     def check(self, config: "Config") -> None:
         super().check(config)
@@ -705,7 +708,7 @@ class PqnConfig(RolloutAlgoConfig):
         replaces=("n_step",),
     )
     optimizer: str = setting("radam", "Optimiser.", choices=("radam", "adam"))
-    critic: TrainedNetConfig = group(TrainedNetConfig, "Q-network.", replaces=("policy",))
+    critic: ResidualNetConfig = group(ResidualNetConfig, "Q-network.", replaces=("policy",))
     epsilon: EpsilonConfig = group(EpsilonConfig, "Epsilon-greedy exploration.", replaces=("explore",))
 
     @property

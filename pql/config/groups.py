@@ -47,6 +47,32 @@ class TrainedNetConfig(NetConfig):
 
 
 @dataclass(frozen=True)
+class ResidualConfig:
+    """Residual blocks in place of an MLP."""
+
+    trunk: str = setting(
+        "mlp",
+        "mlp; residual: a residual block for each entry of hidden, all of one width (SimBa).",
+        choices=("mlp", "residual"),
+        when="net=null",
+        weights="policy",
+    )
+    norm: str = setting(
+        "layer", "Normalisation in residual blocks.", choices=("layer", "rms"), when="trunk=residual", weights="policy"
+    )
+
+
+@dataclass(frozen=True)
+class StateNetConfig(NetConfig, ResidualConfig):
+    """A value network without an optimiser of its own."""
+
+
+@dataclass(frozen=True)
+class ResidualNetConfig(TrainedNetConfig, ResidualConfig):
+    """A network with its own optimiser, an MLP or residual blocks."""
+
+
+@dataclass(frozen=True)
 class TrunkConfig:
     """A network's architecture and initial weights."""
 
@@ -100,7 +126,7 @@ class TrunkConfig:
 
 
 @dataclass(frozen=True)
-class RolloutPolicyConfig(TrainedNetConfig):
+class RolloutPolicyConfig(ResidualNetConfig):
     """A policy whose optimiser also trains the value network."""
 
     lr: float = setting(5e-4, "Learning rate of policy and value network.", above=0, high=1, replaces=("critic.lr",))
@@ -149,7 +175,7 @@ class CategoricalNetConfig(DistributionalNetConfig):
 
 
 @dataclass(frozen=True)
-class ValueNetConfig(TrainedNetConfig):
+class ValueNetConfig(ResidualNetConfig):
     """A Q-network whose optimiser need not be Adam."""
 
     weight_decay: float = setting(0.01, DECAY, low=0, high=1, when=".algo.optimizer=adam")

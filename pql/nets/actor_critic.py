@@ -51,10 +51,11 @@ class Lstm(nn.Module):
 
 
 class Body(Reads):
-    """Feature network: observations -> (encoder ->) (LSTM ->) MLP with an activation after every layer.
+    """Feature network: observations -> (encoder ->) (LSTM ->) MLP with an activation after every layer, or residual
+    blocks.
 
     Args:
-        layers: of the MLP; none: the features are those of the LSTM or the encoder.
+        layers: of the MLP or the blocks; none: the features are those of the LSTM or the encoder.
         lstm: units H; None: feedforward.
 
     Attributes:
@@ -66,9 +67,9 @@ class Body(Reads):
         super().__init__(source)
         self.size, self.carry_size = [lstm or source.size, *layers.hidden][-1], 2 * (lstm or 0)
         self.memory = Lstm(source.size, lstm) if lstm else None
-        modules = list(mlp(lstm or source.size, layers, 1))[:-1]
-        self.trunk = nn.Sequential(*modules)
-        for layer in (*(self.encoder.plain_layers() if isinstance(self.encoder, Encoder) else ()), *modules):
+        self.trunk = nn.Sequential(*list(mlp(lstm or source.size, layers, 1))[:-1])
+        plain = self.encoder.plain_layers() if isinstance(self.encoder, Encoder) else ()
+        for layer in (*plain, *self.trunk.modules()):
             if isinstance(layer, nn.Conv2d | nn.Linear):
                 orthogonal(layer, math.sqrt(2))
 

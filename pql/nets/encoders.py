@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pql.config import Config, EncoderConfig
-from pql.config.groups import NetConfig, NormConfig, TrunkConfig
+from pql.config.groups import NetConfig, NormConfig, ResidualConfig, TrunkConfig
 from pql.contract.env import Box, EnvSpec, ObsSpec
 from pql.contract.plugins import entry_points
 from pql.contract.registry import import_name
@@ -182,6 +182,8 @@ def make_layers(net: NetConfig) -> Layers:
     layers = Layers(net.hidden, net.activation, net.layer_norm)
     if isinstance(net, NormConfig):
         return replace(layers, norm=net.norm)
+    if isinstance(net, ResidualConfig):
+        return replace(layers, trunk=net.trunk, norm=net.norm if net.trunk == "residual" else "layer")
     if not isinstance(net, TrunkConfig):
         return layers
     return replace(

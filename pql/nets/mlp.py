@@ -121,7 +121,7 @@ def mlp(size_in: int, layers: Layers, size_out: int, ensemble: int | None = None
             Scaler(width, 1.0, 1.0, ensemble),
         ]
         size_in = width
-    elif layers.trunk == "residual":
+    elif layers.trunk == "residual" and layers.hidden:
         block = BatchNormBlock if layers.batch_norm else ResidualBlock
         modules += [(plain if layers.batch_norm else linear)(size_in, width)]
         modules += [block(width, layers, ensemble) for _ in layers.hidden]

@@ -25,6 +25,7 @@ VARIANTS = {
     "fraction": {"v_per_step": 0.5, "double": True, "huber": None},
     "prioritized": {"double": True, "dueling": True, "shared_grad": 0.7, "priority": PRIORITIES},
     "c51": C51,
+    "residual": {"dueling": True, "critic": {"trunk": "residual", "norm": "rms"}},
     "rainbow": {
         **C51,
         "double": True,

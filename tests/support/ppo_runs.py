@@ -28,6 +28,7 @@ VARIANTS = {
     "gaussian": {},
     "squashed": {"algo": {"squash": True, "entropy_coef": 0.01}},
     "categorical": {"task": {"name": "cartpole"}},
+    "residual": {"algo": {"policy": {"trunk": "residual"}, "critic": {"trunk": "residual", "norm": "rms"}}},
     "shared trunk": {"algo": {"shared": True, "value_clip": 0.2}},
     "lstm": {"algo": {"lstm": 8}},
     "shared lstm": {"task": {"name": "cartpole"}, "algo": {"lstm": 8, "shared": True}},
