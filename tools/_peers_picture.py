@@ -56,6 +56,7 @@ def draw(runs: Sequence[Run], axis: str, file: Path) -> None:
         panel.spines[["top", "right"]].set_visible(False)
         if axis == "env_steps":
             panel.set_xscale("log")
+            panel.xaxis.set_minor_formatter("")  # within one decade matplotlib's labels overlap
     for panel in [*panels.flat][len(tasks) :]:
         panel.set_visible(False)
     panels[0, 0].set_ylabel("return (median, range over seeds)", fontsize=9)
