@@ -26,6 +26,7 @@ from pql.config.groups import (
     PathwisePolicyConfig,
     PriorityConfig,
     QuantileNetConfig,
+    ResidualConfig,
     ResidualNetConfig,
     RolloutPolicyConfig,
     StateNetConfig,
@@ -113,10 +114,9 @@ class AlgoConfig:
     def check(self, config: "Config") -> None:
         """Raise ``ConfigError`` if settings are incompatible."""
         for name in ("policy", "critic"):
-            net = getattr(self, name, None)
-            if net is None or net.net is not None or getattr(net, "trunk", "mlp") == "mlp":
-                continue
-            if len({*net.hidden}) != 1:
+            net: Any = getattr(self, name, None)
+            blocks = isinstance(net, ResidualConfig) and net.trunk != "mlp"
+            if blocks and net.net is None and len({*net.hidden}) != 1:
                 one = "one width for all residual blocks, such as [256,256]"
                 raise ConfigError(f"algo.{name}.hidden", net.hidden, one)
 

@@ -73,7 +73,7 @@ class ResidualNetConfig(TrainedNetConfig, ResidualConfig):
 
 
 @dataclass(frozen=True)
-class TrunkConfig:
+class TrunkConfig(ResidualConfig):
     """A network's architecture and initial weights."""
 
     trunk: str = setting(

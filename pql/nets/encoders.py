@@ -183,18 +183,10 @@ def make_layers(net: NetConfig) -> Layers:
     if isinstance(net, NormConfig):
         return replace(layers, norm=net.norm)
     if isinstance(net, ResidualConfig):
-        return replace(layers, trunk=net.trunk, norm=net.norm if net.trunk == "residual" else "layer")
+        layers = replace(layers, trunk=net.trunk, norm=net.norm if net.trunk == "residual" else "layer")
     if not isinstance(net, TrunkConfig):
         return layers
-    return replace(
-        layers,
-        trunk=net.trunk,
-        norm=net.norm if net.trunk == "residual" else "layer",
-        batch_norm=net.batch_norm,
-        unit_weights=net.projected,
-        init=net.init,
-        head=net.head,
-    )
+    return replace(layers, batch_norm=net.batch_norm, unit_weights=net.projected, init=net.init, head=net.head)
 
 
 def lend_encoder(critic: nn.Module, policy: nn.Module) -> None:
