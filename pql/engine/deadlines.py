@@ -57,6 +57,8 @@ def start_limit(place: "PlacementConfig") -> Limit:
 
 LOOK = 0.25  # between checks of a deadline or an interrupt, by the watchdog and by loops of the main thread
 IDLE = 1.0  # between checks that the thread or process at the other end still lives
+# Between two readings of the clock, the watchdog's included: the process was stopped in between.
+STOPPED = 5.0
 
 
 # -- threads of this process ------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 
 from pql.engine import crash, deadlines
 from pql.engine.deadlines import Limit, idle_get
-from pql.engine.watchdog import stacks, watching
+from pql.engine.watchdog import clock, stacks, watching
 from pql.errors import HungError, RunError, first_line, with_cause
 
 Job = Callable[[], None]
@@ -129,7 +129,7 @@ class Threads:
         return Limit(self.start, "placement.start_seconds")
 
     def _deadline(self, name: str) -> float:
-        return time.monotonic() + self._limit(name).seconds
+        return clock() + self._limit(name).seconds
 
     def run(self, jobs: Mapping[str, Job]) -> Mapping[str, float]:
         return self.share({name: iter((job,)) for name, job in jobs.items()})
@@ -145,7 +145,7 @@ class Threads:
             self.inbox[name].put(jobs)
         waiting, failed, seconds = set(queues), None, {}
         while waiting:
-            left = min(self.watchdog, *(self.due[name] - time.monotonic() for name in waiting))
+            left = min(deadlines.IDLE, *(self.due[name] - clock() for name in waiting))
             try:
                 # Once a worker has failed the others get time to finish, so that its error comes first.
                 name, outcome = self.done.get(
@@ -173,7 +173,7 @@ class Threads:
         self.due[name] = self._deadline(name)
 
     def _check_hung(self, waiting: set[str]) -> None:
-        if late := sorted(n for n in waiting if self.due[n] <= time.monotonic()):
+        if late := sorted(n for n in waiting if self.due[n] <= clock()):
             self.failed = True
             raise hung(", ".join(late), self._limit(late[0]))
 
@@ -248,10 +248,10 @@ class Streams:
 
     def _settle(self, tick: dict[str, tuple[Any, Any]]) -> dict[str, float]:
         """Wait until the device has finished ``tick``, by polling: a blocking wait could not be interrupted."""
-        deadline = time.monotonic() + self.watchdog
+        deadline = clock() + self.watchdog
         for name, (_, end) in tick.items():
             while not end.query():
-                if time.monotonic() > deadline:
+                if clock() > deadline:
                     raise hung(name, Limit(self.watchdog, "placement.watchdog_seconds"))
                 time.sleep(2e-5)
         return {name: start.elapsed_time(end) / 1e3 for name, (start, end) in tick.items()}

@@ -29,13 +29,35 @@ if TYPE_CHECKING:
     from pql.engine.interrupt import Interrupt
 
 
+class RunningClock:
+    """Monotonic clock in seconds that stands still while the process is stopped (Ctrl-Z, a paused container).
+
+    A deadline on it is not over when the process continues: its threads had no time, either. It recognises a stop by
+    ``deadlines.STOPPED`` seconds without a reading, so a wait on it reads it more often than that.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._read, self._stopped = threading.Lock(), time.monotonic(), 0.0
+
+    def __call__(self) -> float:
+        with self._lock:
+            now = time.monotonic()
+            if now - self._read > deadlines.STOPPED:
+                self._stopped += now - self._read
+            self._read = now
+            return now - self._stopped
+
+
+clock = RunningClock()
+
+
 class Watch:
     """Current activity of a thread.
 
     Attributes:
         limit: the current limit.
         later: replaces it after the first step.
-        due: time at which the thread counts as hung (``time.monotonic``).
+        due: time at which the thread counts as hung (``clock``).
         doing: the last call that has not returned.
         polled: another thread checks it instead of the watchdog's.
     """
@@ -44,11 +66,11 @@ class Watch:
 
     def __init__(self, what: str, limit: Limit, later: Limit | None, polled: bool):
         self.what, self.limit, self.later, self.polled, self.doing = what, limit, later, polled, ""
-        self.thread, self.due = threading.get_ident(), time.monotonic() + limit.seconds
+        self.thread, self.due = threading.get_ident(), clock() + limit.seconds
 
     @property
     def late(self) -> bool:
-        return self.due <= time.monotonic()
+        return self.due <= clock()
 
     def error(self) -> HungError:
         """Create an error with the stacks of all threads; its last line names activity, time and setting."""
@@ -82,21 +104,21 @@ def watching(what: str, limit: Limit, later: Limit | None = None, polled: bool =
         if before is None:
             del _watches[me]
         else:
-            before.due = time.monotonic() + before.limit.seconds
+            before.due = clock() + before.limit.seconds
             _watches[me] = before
 
 
 def touch(doing: str = "") -> None:
     """Report progress of this thread. ``doing``: the call that begins now; touch again when it has returned."""
     if (watch := _watches.get(threading.get_ident())) is not None:
-        watch.doing, watch.due = doing, time.monotonic() + watch.limit.seconds
+        watch.doing, watch.due = doing, clock() + watch.limit.seconds
 
 
 def stepped() -> None:
     """As :func:`touch`, after a simulator's step; from now on ``later`` is the limit, as compilation is over."""
     if (watch := _watches.get(threading.get_ident())) is not None:
         watch.limit, watch.doing = watch.later or watch.limit, ""
-        watch.due = time.monotonic() + watch.limit.seconds
+        watch.due = clock() + watch.limit.seconds
 
 
 class Watchdog:

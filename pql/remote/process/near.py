@@ -34,7 +34,7 @@ from torch import Tensor
 import pql
 from pql.contract.env import Box, Discrete, EnvSpec, ObsSpec
 from pql.engine import deadlines
-from pql.engine.watchdog import touch
+from pql.engine.watchdog import clock, touch
 from pql.errors import ConfigError, RunError
 from pql.remote.process import far, shared_cuda
 from pql.remote.process.far_build import ORDINARY
@@ -151,11 +151,11 @@ class Far:
     def _look_after(self, poll: "select.poll") -> None:
         """Check if the child is slow, hung or dead. An open pipe proves nothing, as forks keep it open."""
         seconds, setting = self._limit
-        deadline = time.monotonic() + seconds - deadlines.IDLE
+        deadline = clock() + seconds - deadlines.IDLE
         while not poll.poll(0):
             if self.process.poll() is not None and not poll.poll(0):  # it may have answered, then ended
                 raise self._died()
-            left = deadline - time.monotonic()
+            left = deadline - clock()
             if left <= 0:
                 raise self._hung(seconds, setting)
             poll.poll(1000 * min(left, deadlines.IDLE))
