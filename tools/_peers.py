@@ -186,10 +186,16 @@ def _networks(config: Any) -> dict[str, Any]:
 
 
 def pql_settings(algo: str, task: str) -> Settings:
-    """Our unchanged preset, and its differences from the schema's defaults, so that results record changes of it."""
+    """Our preset, and its differences from the schema's defaults, so that results record changes of it.
+
+    Args:
+        algo: name of the preset, with settings after it: ``pql2 algo.v_per_step=32``.
+    """
+    name, *changes = algo.split()
     words = [
         f"task={task}",
-        f"algo={algo}",
+        f"algo={name}",
+        *changes,
         "device=cpu",
         "eval.every_seconds=null",
         "eval.final=false",
@@ -347,7 +353,7 @@ GROUPS = {
 
 
 def contender(name: str) -> Contender:
-    """Return the contender ``name``: one of ``CONTENDERS``, or ``pql:PRESET`` for any of our presets.
+    """Return the contender ``name``: one of ``CONTENDERS``, or ``pql:PRESET``, with settings after it, for ours.
 
     Raises:
         ConfigError: there is none.

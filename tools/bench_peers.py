@@ -23,9 +23,9 @@ The committed table (90 runs; extras mujoco and peers):
         --json docs/results/json/peers.json
 
 Contenders are those of ``_peers.py``, groups of them (on-policy, the default, and off-policy), and ``pql:PRESET`` for
-any of our presets. rl_games, skrl and sbx have a virtual environment of their own (``make peers``); ``--python`` names
-its interpreter. ``--table`` prints the file's runs without running anything. The exit status is 1 if a run failed or a
-contender could not be set up; the others still run.
+any of our presets, also with other settings: ``"pql:pql2 algo.v_per_step=32"``. rl_games, skrl and sbx have a virtual
+environment of their own (``make peers``); ``--python`` names its interpreter. ``--table`` prints the file's runs
+without running anything. The exit status is 1 if a run failed or a contender could not be set up; the others still run.
 """
 
 import argparse

@@ -325,6 +325,9 @@ def test_contenders_by_group_and_our_presets_by_name(bench):
     assert {"pql:pql2", "skrl:sac", "rl_games:sac-ours", "sb3:td3", "sbx:sac"} < set(bench.named(["off-policy"]))
     assert bench.named(["pql:fasttd3", "sb3:sac", "pql:fasttd3"]) == ["pql:fasttd3", "sb3:sac"]
     assert bench.contender("pql:td3").settings("hopper")["words"][:2] == ["task=hopper", "algo=td3"]
+    more = bench.contender("pql:td3 algo.v_per_step=7").settings("hopper")
+    assert more["words"][1:3] == ["algo=td3", "algo.v_per_step=7"]
+    assert more["config"]["algo.v_per_step"] == 7
     with pytest.raises(SystemExit, match=r"--contenders sb3:ddpg: on-policy, off-policy, .*pql:PRESET are allowed"):
         bench.named(["sb3:ddpg"])
 
