@@ -145,12 +145,11 @@ class Threads:
             self.inbox[name].put(jobs)
         waiting, failed, seconds = set(queues), None, {}
         while waiting:
-            left = min(deadlines.IDLE, *(self.due[name] - clock() for name in waiting))
+            left = min(self.due[name] - clock() for name in waiting)
+            # Once a worker has failed the others get time to finish, so that its error comes first.
+            most = deadlines.IDLE if failed is None else deadlines.OTHERS
             try:
-                # Once a worker has failed the others get time to finish, so that its error comes first.
-                name, outcome = self.done.get(
-                    timeout=max(0.01, left if failed is None else min(deadlines.OTHERS, left))
-                )
+                name, outcome = self.done.get(timeout=max(0.01, min(left, most)))
             except queue.Empty:
                 if failed is not None:
                     break

@@ -18,6 +18,7 @@ from sampling import sample
 from stand_in import RecordingStreams
 
 from pql.config.compose import compose
+from pql.engine import deadlines
 from pql.engine.executors import Inline, Threads
 from pql.engine.schedule import Trace, tick_counts
 from pql.errors import ConfigError, RunError
@@ -340,6 +341,21 @@ def test_the_watchdog_is_for_each_job_and_a_failure_ends_the_supply():
         executor.share({n: failing(n, n == "b") for n in "ab"})
     assert len(done) < 16 + 200
     assert executor.share({"a": iter(())}) == {"a": 0.0}  # and it can be used again
+    executor.close()
+
+
+def test_after_a_failure_the_others_get_time_to_finish(monkeypatch):
+    """More time than lies between two checks of the deadlines."""
+    monkeypatch.setattr(deadlines, "IDLE", 0.05)
+    executor, done = Threads(("fails", "slow")), []
+
+    def slow():
+        time.sleep(0.5)
+        done.append("slow")
+
+    with pytest.raises(RunError, match="worker fails failed: ZeroDivisionError: division by zero"):
+        executor.share({"fails": iter((lambda: 1 / 0,)), "slow": iter((slow,))})
+    assert done == ["slow"]
     executor.close()
 
 
