@@ -189,9 +189,16 @@ def pql_settings(algo: str, task: str) -> Settings:
     """Our preset, and its differences from the schema's defaults, so that results record changes of it.
 
     Args:
-        algo: name of the preset, with settings after it: ``pql2 algo.v_per_step=32``.
+        algo: name of the preset, and settings of the algorithm after it: ``pql2 algo.v_per_step=32``.
+
+    Raises:
+        ConfigError: another setting: the benchmark has its own.
     """
-    name, *changes = algo.split()
+    name, _, rest = algo.partition(" ")
+    changes = rest.split()
+    for word in changes:
+        if not word.startswith("algo."):
+            raise ConfigError("contender", f"pql:{algo}", f"settings of the algorithm (algo.KEY=VALUE), not {word}")
     words = [
         f"task={task}",
         f"algo={name}",

@@ -30,22 +30,22 @@ if TYPE_CHECKING:
 
 
 class RunningClock:
-    """Monotonic clock in seconds that stands still while the process is stopped (Ctrl-Z, a paused container).
+    """Monotonic clock in seconds without the time for which the process was stopped (Ctrl-Z, a paused container).
 
-    A deadline on it is not over when the process continues: its threads had no time, either. It recognises a stop by
-    ``deadlines.STOPPED`` seconds without a reading, so a wait on it reads it more often than that.
+    A deadline on it is not over when the process continues: its threads had no time, either. More than
+    ``deadlines.STOPPED`` seconds without a reading count as a stop, so a wait on it reads it more often than that. So
+    does the watchdog, unless a call holds the GIL for as long.
     """
 
     def __init__(self) -> None:
-        self._lock, self._read, self._stopped = threading.Lock(), time.monotonic(), 0.0
+        self._seen = time.monotonic(), 0.0  # the last reading, and the seconds left out until then
 
     def __call__(self) -> float:
-        with self._lock:
-            now = time.monotonic()
-            if now - self._read > deadlines.STOPPED:
-                self._stopped += now - self._read
-            self._read = now
-            return now - self._stopped
+        (last, stopped), now = self._seen, time.monotonic()
+        if now - last > deadlines.STOPPED:
+            stopped += now - last
+        self._seen = now, stopped  # as a whole: threads that notice the same stop do not add it up
+        return now - stopped
 
 
 clock = RunningClock()

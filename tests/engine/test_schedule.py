@@ -347,14 +347,19 @@ def test_the_watchdog_is_for_each_job_and_a_failure_ends_the_supply():
 def test_after_a_failure_the_others_get_time_to_finish(monkeypatch):
     """More time than lies between two checks of the deadlines."""
     monkeypatch.setattr(deadlines, "IDLE", 0.05)
-    executor, done = Threads(("fails", "slow")), []
+    executor, begun, done = Threads(("fails", "slow")), threading.Event(), []
 
     def slow():
+        begun.set()
         time.sleep(0.5)
         done.append("slow")
 
+    def fails():
+        begun.wait(20)
+        raise ZeroDivisionError("division by zero")
+
     with pytest.raises(RunError, match="worker fails failed: ZeroDivisionError: division by zero"):
-        executor.share({"fails": iter((lambda: 1 / 0,)), "slow": iter((slow,))})
+        executor.share({"fails": iter((fails,)), "slow": iter((slow,))})
     assert done == ["slow"]
     executor.close()
 

@@ -8,6 +8,8 @@ import torch
 from scipy import stats
 from test_tools import check, tool  # noqa: F401
 
+from pql.errors import ConfigError
+
 PEERS = ["rsl_rl:ppo", "sb3:ppo", "sb3:td3"]
 
 
@@ -328,6 +330,8 @@ def test_contenders_by_group_and_our_presets_by_name(bench):
     more = bench.contender("pql:td3 algo.v_per_step=7").settings("hopper")
     assert more["words"][1:3] == ["algo=td3", "algo.v_per_step=7"]
     assert more["config"]["algo.v_per_step"] == 7
+    with pytest.raises(ConfigError, match=r"settings of the algorithm \(algo.KEY=VALUE\), not device=cuda"):
+        bench.contender("pql:td3 device=cuda").settings("hopper")
     with pytest.raises(SystemExit, match=r"--contenders sb3:ddpg: on-policy, off-policy, .*pql:PRESET are allowed"):
         bench.named(["sb3:ddpg"])
 
