@@ -57,7 +57,7 @@ def start_limit(place: "PlacementConfig") -> Limit:
 
 LOOK = 0.25  # between checks of a deadline or an interrupt, by the watchdog and by loops of the main thread
 IDLE = 1.0  # between checks that the thread or process at the other end still lives
-# Between two readings of the clock, the watchdog's included: the process was stopped in between.
+# Two readings of the watchdog's clock that are further apart than this: the process was stopped between them.
 STOPPED = 5.0
 
 
