@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,11 +20,12 @@ from pql.config import PlacementConfig
 from pql.contract.registry import register
 from pql.engine import deadlines, watchdog
 from pql.engine.deadlines import Limit
-from pql.engine.executors import Inline, Threads
+from pql.engine.executors import Inline, Streams, Threads
 from pql.engine.interrupt import Interrupt
 from pql.engine.watchdog import Timed, Watchdog, stepped, touch, watching
 from pql.envs.toy import Counter
 from pql.errors import HungError, RunError, first_line, with_cause
+from pql.remote.process.near import Far
 from pql.run.build import build
 from pql.run.evaluation import EvaluationPlan, Evaluator, evaluate_saved
 from pql.run.play import record_video
@@ -163,6 +165,45 @@ def test_the_clock_of_deadlines_leaves_out_stops(monkeypatch):
     for now in (100.0, 104.0, 109.0, 209.0, 210.0, 215.5, 216.0):  # noqa: B007 (the clock reads it)
         read.append(clock() - 100.0)
     assert read == [0.0, 4.0, 9.0, 9.0, 10.0, 10.0, 10.5]
+
+
+@pytest.fixture
+def stop(monkeypatch):
+    """Advance the clock by 1,000 s at each call, as if the process had been stopped for as long."""
+    plain, calls = time.monotonic, []
+    monkeypatch.setattr(time, "monotonic", lambda: plain() + 1000.0 * len(calls))
+    return lambda: calls.append(None)
+
+
+def test_a_stop_does_not_count_while_worker_threads_are_waited_for(monkeypatch, stop):
+    monkeypatch.setattr(deadlines, "IDLE", 0.02)
+
+    def job():
+        for _ in range(3):
+            time.sleep(0.1)
+            stop()
+        time.sleep(0.1)
+
+    threads = Threads(("a",), watchdog=20.0)
+    assert list(threads.run({"a": job})) == ["a"]
+    threads.close()
+
+
+def test_a_stop_does_not_count_while_the_device_is_waited_for(stop):
+    answers = iter((False, False, True))
+    end = SimpleNamespace(query=lambda: stop() or next(answers))
+    assert Streams({}, 20.0)._settle({"v": (SimpleNamespace(elapsed_time=lambda _: 1500.0), end)}) == {"v": 1.5}
+
+
+def test_a_stop_does_not_count_while_a_simulators_process_is_waited_for(stop):
+    answers = iter(([], [], [1]))
+
+    def poll(milliseconds):
+        return stop() or [] if milliseconds else next(answers)
+
+    far = SimpleNamespace(_limit=(20.0, "task.process.step_seconds"), process=SimpleNamespace(poll=lambda: None))
+    Far._look_after(far, SimpleNamespace(poll=poll))
+    assert next(answers, None) is None
 
 
 # -- a run's parts --------------------------------------------------------------------------------------------------
