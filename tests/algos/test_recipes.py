@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+import operator
 
 import pytest
 import torch
@@ -86,6 +87,76 @@ def assert_equal_networks(ours: nn.Module, theirs: list[nn.Sequential]):
             single = isinstance(a, nn.Linear)
             torch.testing.assert_close(a.weight if single else a.weight[e].T, b.weight, rtol=0, atol=1e-7)
             torch.testing.assert_close(a.bias if single else a.bias[e, 0], b.bias, rtol=0, atol=1e-7)
+
+
+# At scale=gpu, from the publications named in docs/recipes.md, which lists the values that differ.
+PUBLISHED = {
+    "fasttd3": {
+        "": {"num_envs": 4096},
+        "replay": {"capacity": 4096 * 10_240},
+        "algo": {"batch_size": 32_768, "gamma": 0.99, "n_step": 1, "warmup_steps": 10, "v_per_step": 2, "p_per_v": 0.5}
+        | {"smoothing": 0.001, "smoothing_clip": 0.5, "lr_schedule": "constant"},
+        "algo.explore": {"kind": "redrawn", "low": 0.001, "high": 0.4, "repeat": False},
+        "algo.critic": {"hidden": [1024, 512, 256], "activation": "relu", "atoms": 251, "v_min": -10, "v_max": 10}
+        | {"ensemble": 2, "target": "min", "tau": 0.1, "lr": 3e-4, "beta2": 0.999, "weight_decay": 0.1}
+        | {"grad_clip": None},
+        "algo.policy": {"hidden": [512, 256, 128], "activation": "relu", "head": "small", "reduce": "min"}
+        | {"lr": 3e-4, "beta2": 0.999, "weight_decay": 0.1, "grad_clip": None},
+    },
+    "flashsac": {
+        "": {"num_envs": 1024},
+        "replay": {"capacity": 10_000_000},
+        "algo": {"batch_size": 2048, "gamma": 0.99, "n_step": 3, "v_per_step": 2, "p_per_v": 0.5, "alpha": 0.01}
+        | {"alpha_lr": 3e-4, "target_sigma": 0.15, "normalize_obs": False, "normalize_reward": True}
+        | {"return_cap": 5.0, "lr_schedule": "cosine", "lr_final": 0.5, "warmup_steps": -(-100_000 // 1024)},
+        "algo.explore": {"repeat": True},
+        "algo.critic": {"hidden": [256, 256], "trunk": "residual", "batch_norm": True, "unit_weights": "all"}
+        | {"atoms": 101, "v_min": -5, "v_max": 5, "ensemble": 2, "target": "min", "tau": 0.01, "lr": 3e-4}
+        | {"beta2": 0.999, "weight_decay": 0.0, "grad_clip": None, "init": "orthogonal", "activation": "relu"},
+        "algo.policy": {"hidden": [128, 128], "trunk": "residual", "batch_norm": True, "unit_weights": "all"}
+        | {"reduce": "min", "log_std_min": -10.0, "log_std_max": 2.0, "lr": 3e-4, "weight_decay": 0.0},
+    },
+    "fastsac": {
+        "": {"num_envs": 4096},
+        "replay": {"capacity": 4096 * 1024},
+        "algo": {"batch_size": 8192, "gamma": 0.97, "n_step": 1, "warmup_steps": 10, "v_per_step": 8, "p_per_v": 0.25}
+        | {"alpha": 0.001, "alpha_lr": 3e-4, "alpha_updates": "critic", "entropy_per_action": 0.0},
+        "algo.critic": {"hidden": [768, 384, 192], "layer_norm": True, "activation": "silu", "atoms": 101}
+        | {"v_min": -20, "v_max": 20, "ensemble": 2, "target": "own", "tau": 0.125, "lr": 3e-4, "beta2": 0.95}
+        | {"weight_decay": 0.001, "grad_clip": None},
+        "algo.policy": {"hidden": [512, 256, 128], "layer_norm": True, "activation": "silu", "head": "zero"}
+        | {"reduce": "mean", "log_std_min": -5.0, "log_std_max": 0.0, "lr": 3e-4, "beta2": 0.95}
+        | {"weight_decay": 0.001, "grad_clip": None},
+    },
+    "xqc": {
+        "": {"num_envs": 1},
+        "replay": {"capacity": 1_000_000},
+        "algo": {"batch_size": 256, "gamma": 1 - 5 / 500, "n_step": 1, "warmup_steps": 5000, "v_per_step": 2}
+        | {"alpha": 0.01, "entropy_per_action": -0.5, "normalize_obs": False, "normalize_reward": True}
+        | {"return_cap": None, "lr_schedule": "linear", "lr_final": 0.1, "lr_updates": 2 * 1_000_000},
+        "algo.critic": {"hidden": [512] * 4, "batch_norm": True, "unit_weights": "linear", "activation": "relu"}
+        | {"atoms": 101, "v_min": -5, "v_max": 5, "ensemble": 2, "target": "min", "tau": 0.005, "lr": 3e-4},
+        "algo.policy": {"hidden": [256] * 4, "batch_norm": True, "unit_weights": "linear", "activation": "relu"}
+        | {"log_std_min": -10.0, "log_std_max": 2.0, "lr": 3e-4},
+    },
+    "simba_sac": {
+        "": {"num_envs": 1},
+        "replay": {"capacity": 1_000_000},
+        "algo": {"batch_size": 256, "gamma": 1 - 5 / 500, "n_step": 1, "warmup_steps": 5000, "v_per_step": 2}
+        | {"p_per_v": 1, "alpha": 0.01, "alpha_lr": 1e-4, "entropy_per_action": -0.5, "normalize_obs": True},
+        "algo.critic": {"hidden": [512, 512], "trunk": "residual", "norm": "layer", "ensemble": 2, "atoms": None}
+        | {"target": "min", "tau": 0.005, "lr": 1e-4, "weight_decay": 0.01},
+        "algo.policy": {"hidden": [128], "trunk": "residual", "norm": "layer", "lr": 1e-4, "weight_decay": 0.01},
+    },
+}
+
+
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_the_presets_have_the_published_values(preset):
+    config = compose(["task=pendulum", "device=cpu", f"algo={preset}", "scale=gpu"])
+    for group, values in PUBLISHED[preset].items():
+        part = operator.attrgetter(group)(config) if group else config
+        assert {name: getattr(part, name) for name in values} == values
 
 
 @pytest.mark.parametrize("preset", ["fasttd3", "fastsac", "flashsac", "squint"])
