@@ -196,16 +196,16 @@ def make_normalizer(setup: Setup) -> Normalizer:
     """Create the collector's normaliser."""
     config, spec, algo = setup.config, setup.spec, setup.config.algo
     # A task's factor would shrink their normalised rewards again. On-policy presets were found with both.
-    normalized = algo if isinstance(algo, ActorCriticConfig) and algo.normalize_reward else None
+    replaced = isinstance(algo, ActorCriticConfig) and algo.normalize_reward
     return Normalizer(
         spec.obs,
         spec.num_envs,
         setup.devices["collector"],
         algo.normalize_obs,
-        algo.reward_scale * (1.0 if normalized else config.task.reward_scale),
+        algo.reward_scale * (1.0 if replaced else config.task.reward_scale),
         algo.gamma if algo.normalize_reward else None,
         config.task.reward_clip,
-        normalized.return_cap if normalized else None,
+        algo.return_cap if algo.normalize_reward else None,
     )
 
 

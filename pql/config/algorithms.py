@@ -86,6 +86,13 @@ class AlgoConfig:
         "Divide rewards by the running standard deviation of returns; off-policy actor-critics then ignore "
         "task.reward_scale.",
     )
+    return_cap: float | None = setting(
+        None,
+        "Rewards are also scaled so that the largest return so far is at most this (FlashSAC: 5). null: no cap.",
+        above=0,
+        high=1e9,
+        when="normalize_reward",
+    )
     encoder: EncoderConfig = group(EncoderConfig, "Convolutional encoder of each image observation.")
 
     @property
@@ -173,13 +180,6 @@ class ActorCriticConfig(ReplayAlgoConfig):
         high=1000,
     )
     p_per_v: float = setting(0.5, "Policy updates per critic update (beta_p:v of the PQL paper).", above=0, high=1000)
-    return_cap: float | None = setting(
-        None,
-        "Rewards are also scaled so that the largest return so far is at most this (FlashSAC: 5). null: no cap.",
-        above=0,
-        high=1e9,
-        when="normalize_reward",
-    )
     amp: bool = setting(False, "Run the learners' networks in bfloat16 (autocast); collection uses float32.")
     encoder: AugmentedEncoderConfig = group(AugmentedEncoderConfig, "Convolutional encoder of each image observation.")
     critic: CriticConfig = group(CriticConfig, "Critics.")
