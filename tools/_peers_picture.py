@@ -9,6 +9,7 @@ from _peers_report import Run, timed
 
 NAMES = {
     "pql:pql2": "PQL2",
+    "pql:pql2 algo.v_per_step=8": "PQL2, v_per_step=8",
     "pql:pql": "PQL",
     "pql:ppo": "PPO (pql)",
     "rsl_rl:ppo": "PPO (rsl_rl)",
@@ -40,8 +41,9 @@ def draw(runs: Sequence[Run], axis: str, file: Path) -> None:
 
     tasks, contenders = ([*dict.fromkeys(run[key] for run in runs)] for key in ("task", "contender"))
     columns = min(4, len(tasks))
-    rows = -(-len(tasks) // columns)
-    figure, panels = pyplot.subplots(rows, columns, figsize=(3.4 * columns, 2.8 * rows + 0.4), squeeze=False)
+    rows, legend_rows = -(-len(tasks) // columns), -(-len(contenders) // max(2, 2 * columns))
+    height = 2.8 * rows + 0.2 + 0.2 * legend_rows
+    figure, panels = pyplot.subplots(rows, columns, figsize=(3.4 * columns, height), squeeze=False)
     lines: dict[str, Any] = {}
     for panel, task in zip(panels.flat, tasks, strict=False):
         for color, name in zip(COLORS, contenders, strict=False):
@@ -60,8 +62,9 @@ def draw(runs: Sequence[Run], axis: str, file: Path) -> None:
     for panel in [*panels.flat][len(tasks) :]:
         panel.set_visible(False)
     panels[0, 0].set_ylabel("return (median, range over seeds)", fontsize=9)
-    figure.legend(lines.values(), [NAMES.get(n, n) for n in lines], loc="lower center", ncol=len(lines), frameon=False)
-    figure.tight_layout(rect=(0, 0.22 / figure.get_figheight() + 0.05, 1, 1))
+    names = [NAMES.get(name, name) for name in lines]
+    figure.legend(lines.values(), names, loc="lower center", ncol=-(-len(names) // legend_rows), frameon=False)
+    figure.tight_layout(rect=(0, 0.05 + 0.22 * legend_rows / height, 1, 1))
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=110)
     pyplot.close(figure)
