@@ -46,10 +46,11 @@ def draw(runs: Sequence[Run], axis: str, file: Path) -> None:
     figure, panels = pyplot.subplots(rows, columns, figsize=(3.4 * columns, height), squeeze=False)
     lines: dict[str, Any] = {}
     for panel, task in zip(panels.flat, tasks, strict=False):
-        for color, name in zip(COLORS, contenders, strict=False):
+        for i, name in enumerate(contenders):
             if chosen := [run for run in runs if (run["task"], run["contender"]) == (task, name)]:
                 grid, (low, middle, high) = band(chosen, axis)
-                (lines[name],) = panel.plot(grid, middle, color=color, linewidth=1.8, label=NAMES.get(name, name))
+                color, style = COLORS[i % len(COLORS)], "-" if i < len(COLORS) else "--"
+                (lines[name],) = panel.plot(grid, middle, style, color=color, linewidth=1.8)
                 panel.fill_between(grid, low, high, color=color, alpha=0.15, linewidth=0)
         panel.set_title(task, fontsize=11)
         panel.set_xlabel(LABELS[axis], fontsize=9)

@@ -88,7 +88,8 @@ class AlgoConfig:
     )
     return_cap: float | None = setting(
         None,
-        "Rewards are also scaled so that the largest return so far is at most this (FlashSAC: 5). null: no cap.",
+        "Rewards are also scaled so that the largest return so far is at most this, before the constant factors on "
+        "rewards (FlashSAC: 5). null: no cap.",
         above=0,
         high=1e9,
         when="normalize_reward",

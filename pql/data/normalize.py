@@ -245,3 +245,12 @@ class Normalizer(nn.Module):
         """Return the tensors that readers need, in a fixed order."""
         used = [getattr(self, f"{what}_{k}") for k in self.moments for what in ("scale", "shift")]
         return [*used, self.reward_scale]
+
+
+def share_largest_return(normalizers: Sequence[Normalizer]) -> None:
+    """Set the largest return of all ``normalizers``, which have the same settings, to the maximum over them."""
+    if normalizers[0].return_cap is not None:
+        device = normalizers[0].largest_return.device
+        largest = torch.stack([one.largest_return.to(device) for one in normalizers]).amax()
+        for one in normalizers:
+            one.largest_return.copy_(largest)

@@ -218,7 +218,7 @@ SYMPTOMS = {
         "Values of a categorical critic do not move, or are cut off",
         cut_off,
         "a wider support (algo.critic.v_min, algo.critic.v_max), or algo.normalize_reward=true algo.return_cap=5, with "
-        "which returns stay near +-5 times algo.reward_scale",
+        "which returns stay near +-5 times the constant factors on rewards",
     ),
     5: Detector(
         "Returns rise and then collapse",

@@ -28,7 +28,7 @@ import torch
 from pql.algos.registry import own_seed
 from pql.config import Config, PpoConfig
 from pql.config.families import own
-from pql.data.normalize import merge_moments
+from pql.data.normalize import merge_moments, share_largest_return
 from pql.engine.central import Central, CentralOptimizer, ReplicaStopped, Turns
 from pql.engine.executors import Inline, Job, Threads
 from pql.engine.placement import replica_devices
@@ -157,8 +157,10 @@ class Replicas:
             self.central.pull(one.optimizer.flat.data)
         for sets in zip(*(one.replica.statistics() for one in self.members), strict=True):
             merge_moments(sets)
-        for one in self.members:
-            one.replica.collector.normalizer.freeze()
+        normalizers = [one.replica.collector.normalizer for one in self.members]
+        share_largest_return(normalizers)
+        for normalizer in normalizers:
+            normalizer.freeze()
 
     def measures(self) -> dict[str, float]:
         lags = sum((one.optimizer.drain_lags() for one in self.members), Counter())

@@ -89,7 +89,7 @@ def assert_equal_networks(ours: nn.Module, theirs: list[nn.Sequential]):
             torch.testing.assert_close(a.bias if single else a.bias[e, 0], b.bias, rtol=0, atol=1e-7)
 
 
-# At scale=gpu, from the publications named in docs/recipes.md, which lists the values that differ.
+# At scale=gpu (BTR: on Atari), from the publications named in docs/recipes.md, which lists the values that differ.
 PUBLISHED = {
     "fasttd3": {
         "": {"num_envs": 4096},
@@ -108,7 +108,8 @@ PUBLISHED = {
         "replay": {"capacity": 10_000_000},
         "algo": {"batch_size": 2048, "gamma": 0.99, "n_step": 3, "v_per_step": 2, "p_per_v": 0.5, "alpha": 0.01}
         | {"alpha_lr": 3e-4, "target_sigma": 0.15, "normalize_obs": False, "normalize_reward": True}
-        | {"return_cap": 5.0, "lr_schedule": "cosine", "lr_final": 0.5, "warmup_steps": -(-100_000 // 1024)},
+        | {"return_cap": 5.0, "reward_scale": 1.0, "lr_schedule": "cosine", "lr_final": 0.5}
+        | {"lr_updates": 50_000_000 // 1024 * 2, "warmup_steps": -(-100_000 // 1024)},
         "algo.explore": {"repeat": True},
         "algo.critic": {"hidden": [256, 256], "trunk": "residual", "batch_norm": True, "unit_weights": "all"}
         | {"atoms": 101, "v_min": -5, "v_max": 5, "ensemble": 2, "target": "min", "tau": 0.01, "lr": 3e-4}
@@ -120,7 +121,8 @@ PUBLISHED = {
         "": {"num_envs": 4096},
         "replay": {"capacity": 4096 * 1024},
         "algo": {"batch_size": 8192, "gamma": 0.97, "n_step": 1, "warmup_steps": 10, "v_per_step": 8, "p_per_v": 0.25}
-        | {"alpha": 0.001, "alpha_lr": 3e-4, "alpha_updates": "critic", "entropy_per_action": 0.0},
+        | {"alpha": 0.001, "alpha_lr": 3e-4, "alpha_updates": "critic", "entropy_per_action": 0.0}
+        | {"normalize_obs": True, "normalize_reward": False},
         "algo.critic": {"hidden": [768, 384, 192], "layer_norm": True, "activation": "silu", "atoms": 101}
         | {"v_min": -20, "v_max": 20, "ensemble": 2, "target": "own", "tau": 0.125, "lr": 3e-4, "beta2": 0.95}
         | {"weight_decay": 0.001, "grad_clip": None},
@@ -132,12 +134,13 @@ PUBLISHED = {
         "": {"num_envs": 1},
         "replay": {"capacity": 1_000_000},
         "algo": {"batch_size": 256, "gamma": 1 - 5 / 500, "n_step": 1, "warmup_steps": 5000, "v_per_step": 2}
-        | {"alpha": 0.01, "entropy_per_action": -0.5, "normalize_obs": False, "normalize_reward": True}
+        | {"p_per_v": 0.333333, "alpha": 0.01, "alpha_lr": 3e-4, "entropy_per_action": -0.5}
+        | {"normalize_obs": False, "normalize_reward": True, "reward_scale": 1.0}
         | {"return_cap": None, "lr_schedule": "linear", "lr_final": 0.1, "lr_updates": 2 * 1_000_000},
         "algo.critic": {"hidden": [512] * 4, "batch_norm": True, "unit_weights": "linear", "activation": "relu"}
         | {"atoms": 101, "v_min": -5, "v_max": 5, "ensemble": 2, "target": "min", "tau": 0.005, "lr": 3e-4},
         "algo.policy": {"hidden": [256] * 4, "batch_norm": True, "unit_weights": "linear", "activation": "relu"}
-        | {"log_std_min": -10.0, "log_std_max": 2.0, "lr": 3e-4},
+        | {"reduce": "min", "log_std_min": -10.0, "log_std_max": 2.0, "lr": 3e-4},
     },
     "simba_sac": {
         "": {"num_envs": 1},
@@ -146,14 +149,41 @@ PUBLISHED = {
         | {"p_per_v": 1, "alpha": 0.01, "alpha_lr": 1e-4, "entropy_per_action": -0.5, "normalize_obs": True},
         "algo.critic": {"hidden": [512, 512], "trunk": "residual", "norm": "layer", "ensemble": 2, "atoms": None}
         | {"target": "min", "tau": 0.005, "lr": 1e-4, "weight_decay": 0.01},
-        "algo.policy": {"hidden": [128], "trunk": "residual", "norm": "layer", "lr": 1e-4, "weight_decay": 0.01},
+        "algo.policy": {"hidden": [128], "trunk": "residual", "norm": "layer", "reduce": "min", "lr": 1e-4}
+        | {"weight_decay": 0.01},
+    },
+    "squint": {
+        "": {"num_envs": 1024},
+        "replay": {"capacity": 1_000_000},
+        "algo": {"batch_size": 512, "gamma": 0.9, "n_step": 1, "warmup_steps": 5, "v_per_step": 256, "p_per_v": 0.25}
+        | {"alpha": 1.0, "alpha_lr": 3e-4, "alpha_updates": "critic", "entropy_per_action": -1.0},
+        "algo.encoder": {"size": 16},
+        "algo.critic": {"hidden": [512] * 3, "layer_norm": True, "activation": "relu", "init": "orthogonal"}
+        | {"atoms": 101, "v_min": -20, "v_max": 20, "ensemble": 2, "target": "own", "tau": 0.01, "lr": 3e-4}
+        | {"weight_decay": 0.0, "grad_clip": None},
+        "algo.policy": {"hidden": [256] * 3, "layer_norm": True, "activation": "relu", "init": "orthogonal"}
+        | {"encoder": "critic", "reduce": "mean", "log_std_min": -5.0, "log_std_max": 2.0, "lr": 3e-4}
+        | {"weight_decay": 0.0, "grad_clip": None},
+    },
+    "btr": {
+        "": {"num_envs": 64},
+        "replay": {"capacity": 2**20},
+        "algo": {"batch_size": 256, "gamma": 0.997, "n_step": 3, "v_per_step": 1.0, "target_period": 500 * 64}
+        | {"warmup_steps": 200_000 // 64, "noisy": 0.5, "dueling": True, "double": False, "optimizer": "adam"},
+        "algo.encoder": {"kind": "resnet", "channels": [32, 64, 64], "pool": 6, "spectral_norm": True},
+        "algo.critic": {"hidden": [512], "quantiles": 8, "cosines": 64, "lr": 1e-4, "eps": 0.005 / 256}
+        | {"grad_clip": 10.0},
+        "algo.priority": {"alpha": 0.2, "beta": 0.4},
+        "algo.epsilon": {"kind": "decayed", "start": 1.0, "end": 0.01, "steps": 2_000_000},
+        "algo.munchausen": {"alpha": 0.9, "tau": 0.03, "clip": -1.0},
     },
 }
+TASKS = {"squint": ["task=ballbalance_pixels", "scale=gpu"], "btr": ["task=atari", "task.game=phoenix"]}
 
 
 @pytest.mark.parametrize("preset", PUBLISHED)
 def test_the_presets_have_the_published_values(preset):
-    config = compose(["task=pendulum", "device=cpu", f"algo={preset}", "scale=gpu"])
+    config = compose([*TASKS.get(preset, ["task=pendulum", "scale=gpu"]), "device=cpu", f"algo={preset}"])
     for group, values in PUBLISHED[preset].items():
         part = operator.attrgetter(group)(config) if group else config
         assert {name: getattr(part, name) for name in values} == values

@@ -170,9 +170,14 @@ def test_the_clock_of_deadlines_leaves_out_stops(monkeypatch):
 @pytest.fixture
 def stop(monkeypatch):
     """Advance the clock by 1,000 s at each call, as if the process had been stopped for as long."""
+    monkeypatch.setattr(watchdog.clock, "_seen", watchdog.clock._seen)  # restored, as others use this clock
     plain, calls = time.monotonic, []
     monkeypatch.setattr(time, "monotonic", lambda: plain() + 1000.0 * len(calls))
     return lambda: calls.append(None)
+
+
+def test_waits_read_the_clock_more_often_than_a_stop_lasts():
+    assert 2 * max(deadlines.LOOK, deadlines.IDLE) < deadlines.STOPPED
 
 
 def test_a_stop_does_not_count_while_worker_threads_are_waited_for(monkeypatch, stop):

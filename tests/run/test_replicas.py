@@ -168,7 +168,8 @@ def test_between_ticks_all_have_the_statistics_of_all(monkeypatch):
         update(self, x, keep, *rest)
 
     monkeypatch.setattr(Moments, "update", recorded)
-    parts = run(replicas(3, {"num_envs": 12, "algo": {"normalize_reward": True}}, order="free", each=2), 3)
+    algo = {"normalize_reward": True, "return_cap": 0.5}
+    parts = run(replicas(3, {"num_envs": 12, "algo": algo}, order="free", each=2), 3)
     every = [one.statistics() for one in parts.replicas]
     assert [len(sets) for sets in every] == [3, 3, 3]  # of observations, of rewards, of values
     for sets in zip(*every, strict=True):
