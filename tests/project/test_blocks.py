@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
 SHELL = ("", "sh", "bash", "console")
 PLACEHOLDERS = {"T": "halfcheetah", "A": "pql", "S": "1", "N": "1000000", "K": "0", "SETTINGS": "", "...": ""}
-FOREIGN = {"git", "cat", "source", "bazel", "openssl", "ray", "uv", "/opt/lab/bin/pip", "cd", "pip download"}
+FOREIGN = {"git", "source", "bazel", "openssl", "ray", "uv", "/opt/lab/bin/pip", "cd", "pip download"}
 DRAWINGS = ("tick k", "row  ", "group 0")
 
 
