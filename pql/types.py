@@ -71,7 +71,9 @@ class Batch(NamedTuple):
 
     The target is ``reward + discount * value(next_obs)``, with ``discount = gamma**m * (1 - terminated)`` for an
     n-step window of ``m <= n`` steps; losses read episode ends only from ``discount``. Rows with ``mask == 0`` are
-    padding that keeps the shape static: every loss is ``sum(mask * weight * l) / sum(mask)``.
+    padding that keeps the shape static: every loss is ``sum(mask * weight * l) / sum(mask)``. Rows with
+    ``followed == 0`` have no ``next_obs`` (the simulator did not return it after a termination): whatever reads more of
+    ``next_obs`` than ``discount * value`` leaves them out.
     """
 
     obs: Obs  # [B, ...]
@@ -82,6 +84,7 @@ class Batch(NamedTuple):
     mask: Tensor  # [B] float32, 0 or 1
     weight: Tensor  # [B] float32, importance-sampling weight (1 without prioritised replay)
     index: Tensor  # type: ignore[assignment]  # [B] int64, row * N + column in the ring (hides tuple.index)
+    followed: Tensor  # [B] float32, 0 or 1; 0 where ``mask`` is
 
 
 class ObsBatch(NamedTuple):

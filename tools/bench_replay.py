@@ -27,13 +27,13 @@ from torch import Generator, Tensor
 
 from pql.config import Config
 from pql.contract.env import ObsSpec
-from pql.data.flags import FINAL_OK, NEXT_FIRST, TERMINATED, VALID
+from pql.data.flags import NEXT_FIRST, TERMINATED, VALID
 from pql.data.replay import Cursor, Replay
 from pql.data.sizes import ReplayLayout
 from pql.engine.placement import thread_counts
 from pql.types import Step
 
-N_STEP, GAMMA, HORIZON, LIMIT = 3, 0.99, 1, 1000
+N_STEP, GAMMA, HORIZON = 3, 0.99, 1
 ROTATED = 2**18  # windows whose cells a bare copy reads before it repeats them
 SIZES = ((17, 6), (60, 8))  # features D and actions A of HalfCheetah and of a larger robot
 
@@ -69,11 +69,11 @@ def intra_op(threads: int) -> Iterator[None]:
 def filled(size: int, actions: int, num_envs: int, capacity: int, device: torch.device) -> tuple[Replay, Cursor]:
     """Return a ring that has been filled once, and a reader's view of it."""
     obs = {"policy": ObsSpec((size,))}
-    replay = Replay(ReplayLayout(obs, actions, num_envs, capacity // num_envs, HORIZON, LIMIT), device)
+    replay = Replay(ReplayLayout(obs, actions, num_envs, capacity // num_envs, HORIZON, False), device)
     for store in (replay.obs["policy"], replay.action, replay.reward):
         store.normal_()
     ended = torch.rand(replay.flags.shape, device=device) < 1 / 500
-    replay.flags.copy_((VALID | FINAL_OK) + ended * (TERMINATED | NEXT_FIRST))
+    replay.flags.copy_(VALID + ended * (TERMINATED | NEXT_FIRST))
     replay.live.head.fill_(replay.rows + replay.rows // 2)
     cursor = Cursor(num_envs, device)
     for mine, live in zip(cursor.tensors(), replay.live.tensors(), strict=True):

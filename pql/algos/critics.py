@@ -82,7 +82,7 @@ def both_states(state: CriticState, batch: Batch, next_action: Tensor) -> tuple[
             ahead = state.target.module(batch.next_obs, next_action)
         return state.critic.module(batch.obs, batch.action), ahead
     obs = {name: torch.cat((x, batch.next_obs[name])) for name, x in batch.obs.items()}
-    action, rows = torch.cat((batch.action, next_action)), torch.cat((batch.mask, batch.mask))
+    action, rows = torch.cat((batch.action, next_action)), torch.cat((batch.mask, batch.followed))
     with torch.no_grad(), batch_statistics(state.target.module, rows, tracked=False):
         ahead = state.target.module(obs, action)
     with batch_statistics(state.critic.module, rows, tracked=True):

@@ -146,7 +146,7 @@ def wire_r2d2(kind: Recurrent, setup: Setup) -> Wiring:
     actor = RecurrentActor(copy.deepcopy(net).to(spec.device), epsilon, spec, bool(stored_columns(config)))
     # States are allocated before the ring: see States.
     collector = Collector(setup.env, actor, norm, [states, ring], setup.generator("collector"), setup.capture)
-    sequences = make_sequences(config, spec, states)
+    sequences = make_sequences(config, states)
     value = sequence_role(kind, setup, net, norm, sequences)
     acts = Role(pulls={"policy": [Flat(actor.policy).data]}, owns={"norm": norm.frozen(), "rows": ring.live.tensors()})
     assert value.cursor is not None
@@ -161,11 +161,11 @@ def wire_r2d2(kind: Recurrent, setup: Setup) -> Wiring:
     return Wiring(collector, {"v": value, "collector": acts}, state.q, gauges)
 
 
-def make_sequences(config: Config, spec: EnvSpec, states: States) -> Sequences:
+def make_sequences(config: Config, states: States) -> Sequences:
     algo = own(config, R2d2Config)
     states.ring.constants(algo.n_step, algo.gamma)  # the copy to the device would stall the first tick
     span = Span(algo.burn_in, algo.length, algo.n_step)
-    return Sequences(states, span, algo.gamma, spec.max_episode_steps, algo.stored_state)
+    return Sequences(states, span, algo.gamma, algo.stored_state)
 
 
 def sequence_role(
@@ -217,7 +217,7 @@ def make_recurrent_q_network(config: Config, spec: EnvSpec) -> RecurrentQNetwork
 def r2d2_update(state: ValueState, inputs: R2d2Config, batch: Sequence, gen: Generator) -> Metrics:
     """Take one step of Q(s, a) on every trained row of the sequences; update priorities. Mutates ``state`` only."""
     net, target_net = (cast(RecurrentQNetwork, n) for n in state.nets)
-    online_q = sequence_values(net, batch, inputs.burn_in)  # [S - burn_in + K, B, n]
+    online_q = sequence_values(net, batch, inputs.burn_in)  # [S - burn_in, B, n]
     with torch.no_grad():
         target_q = sequence_values(target_net, batch, inputs.burn_in)
         best = (online_q if inputs.double else target_q).argmax(-1, keepdim=True)
@@ -245,22 +245,16 @@ def r2d2_update(state: ValueState, inputs: R2d2Config, batch: Sequence, gen: Gen
 
 
 def sequence_values(net: RecurrentQNetwork, batch: Sequence, burn_in: int) -> Tensor:
-    """Return Q of all actions in the rows from ``burn_in`` on, then in the final observations: [S - burn_in + K, B, n].
+    """Return Q of all actions in the rows from ``burn_in`` on, [S - burn_in, B, n].
 
-    Burn-in rows only refresh the recurrent state, without gradients. A final observation is evaluated with the state
-    after its row, before the reset to zero.
+    Burn-in rows only refresh the recurrent state, without gradients. The state is reset after the filler row with an
+    episode's final observation.
     """
-    rows = batch.first.shape[0]
-    obs = {k: (v[:burn_in], v[burn_in:rows], v[rows:]) for k, v in batch.obs.items()}
     carry = batch.carry
     if burn_in:
         with torch.no_grad():
-            carry = net.remember({k: v[0] for k, v in obs.items()}, carry, batch.first[:burn_in])
-    q, after = net.unroll({k: v[1] for k, v in obs.items()}, carry, batch.first[burn_in:])
-    with torch.no_grad():
-        left = after.gather(0, batch.final_row.unsqueeze(-1).expand(-1, -1, after.shape[-1]))  # [K, B, C]
-        final = net.step({k: v[2].flatten(0, 1) for k, v in obs.items()}, left.flatten(0, 1))[0]
-    return torch.cat((q, final.view(*batch.final_row.shape, -1)))
+            carry = net.remember({k: v[:burn_in] for k, v in batch.obs.items()}, carry, batch.first[:burn_in])
+    return net.unroll({k: v[burn_in:] for k, v in batch.obs.items()}, carry, batch.first[burn_in:])
 
 
 def targets(reward: Tensor, discount: Tensor, ahead: Tensor, epsilon: float | None) -> Tensor:

@@ -272,6 +272,8 @@ def stored_obs(config: Config, spec: EnvSpec) -> dict[str, ObsSpec]:
 
 def ring_layout(config: Config, spec: EnvSpec, rows: int, counts: Counts, extra: Sequence[str]) -> ReplayLayout:
     """Return the layout of a run's replay."""
-    size, horizon = spec.action.size if isinstance(spec.action, Box) else None, counts.horizon * spec.spread
+    size, fillers = spec.action.size if isinstance(spec.action, Box) else None, spec.autoreset == "same_step"
+    # Every step may end an episode; one more filler row is written when a run begins new episodes.
+    horizon = counts.horizon * spec.spread * (1 + fillers) + 1
     dtype, obs = getattr(torch, config.replay.dtype), stored_obs(config, spec)
-    return ReplayLayout(obs, size, spec.num_envs, rows, horizon, spec.max_episode_steps, dtype, extra)
+    return ReplayLayout(obs, size, spec.num_envs, rows, horizon, fillers, dtype, extra)

@@ -107,8 +107,8 @@ def sac_value_update(state: SacCriticState, inputs: SacValueInputs, batch: Batch
         bonus = -log_alpha.exp() * log_prob
     metrics = critic_step(state, batch, action, bonus, gen)
     if state.temperature is not None:
-        entropy = -(loss_share(batch.mask, batch.weight) * log_prob).sum()
-        state.temper(entropy, action.shape[-1], batch.mask)
+        entropy = -(loss_share(batch.followed, batch.weight) * log_prob).sum()
+        state.temper(entropy, action.shape[-1], batch.followed)
     return metrics
 
 

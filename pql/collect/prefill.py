@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pql.collect.collector import Collector
 from pql.contract.env import Discrete, EnvSpec, ObsSpec
-from pql.data.flags import FINAL_OK, NEXT_FIRST, TERMINATED, VALID, tables
+from pql.data.flags import NEXT_FIRST, TERMINATED, VALID, tables
 from pql.data.frames import Stacker, deepest, kept_shape
 from pql.data.transitions import Columns, flags_of, read_transitions, write_transitions
 from pql.errors import ConfigError
@@ -32,6 +32,7 @@ class Transitions(NamedTuple):
     columns: Columns  # action, reward and extra columns: [M, ...]
     terminated: Tensor  # [M] bool
     cut: Tensor  # [M] bool; bootstrap from next_obs; no n-step window continues
+    followed: Tensor  # [M] bool; next_obs is known (else the transition is terminated)
 
 
 class Stream(NamedTuple):
@@ -103,31 +104,23 @@ def transitions_of(data: Columns, specs: Mapping[str, ObsSpec]) -> Transitions:
             shown, count = torch.cat((data[f"obs.{k}"], data[f"next_obs.{k}"])), cut.shape[0]
             frames[k] = shown.reshape(-1, *kept_shape(s))
             obs[k], after[k] = torch.arange(2 * count * s.stack).view(2, count, s.stack)
-        return Transitions(frames, obs, after, {k: data[k] for k in beside}, data["terminated"], cut)
+        known = torch.ones_like(cut)
+        return Transitions(frames, obs, after, {k: data[k] for k in beside}, data["terminated"], cut, known)
     rows, n = cut.shape
-    place = torch.full((rows * n,), -1)  # index of a row's final observation
-    place[data["final_row"]] = torch.arange(data["final_row"].shape[0])
-    place = place.view(rows, n)
-    unannounced = data["first"] & ~data["terminated"] & ~data["truncated"]
-    usable = data["valid"] & (torch.arange(rows)[:, None] < data["length"]) & ~unannounced & ~(cut & (place < 0))
+    lost = data["first"] & ~data["terminated"]  # the next row's observation is of another episode
+    usable = data["valid"] & (torch.arange(rows)[:, None] < data["length"]) & ~lost
     column, row = usable.T.nonzero().unbind(1)  # environment by environment, in time
-    cut, place = cut[row, column], place[row, column]
-    # Frames: those of all rows and after the last ones, of final observations, and a blank one.
-    finals = (rows + 1) * n
-    blank = finals + data["final_row"].shape[0]
+    cut = cut[row, column]
+    blank = (rows + 1) * n  # after the frames of all rows and after the last ones
     flags = torch.cat((flags_of(data), data["valid"].new_zeros(1, n).to(torch.uint8))).flatten()
     stacker = Stacker(deepest(specs.values()), rows + 1, n, blank, tables(flags.device)["same episode"])
     cells = stacker.cells(flags, row, column)
-    successor = torch.where(cut, finals + place, (row + 1) * n + column)
-    following = torch.cat((cells[:, 1:], successor[:, None]), 1)
-    frames = {
-        k: torch.cat((v.flatten(0, 1), data[f"final_obs.{k}"], torch.zeros_like(v[0, :1])))
-        for k, v in ((k, data[f"obs.{k}"]) for k in specs)
-    }
+    following = torch.cat((cells[:, 1:], ((row + 1) * n + column)[:, None]), 1)
+    stored = {k: data[f"obs.{k}"] for k in specs}
+    frames = {k: torch.cat((v.flatten(0, 1), torch.zeros_like(v[0, :1]))) for k, v in stored.items()}
     obs, after = ({k: c[:, -s.stack :] for k, s in specs.items()} for c in (cells, following))
-    return Transitions(
-        frames, obs, after, {k: data[k][row, column] for k in beside}, data["terminated"][row, column], cut
-    )
+    ends = data["terminated"][row, column], cut, ~data["first"][row, column]
+    return Transitions(frames, obs, after, {k: data[k][row, column] for k in beside}, *ends)
 
 
 def last(given: Transitions, count: int) -> Transitions:
@@ -144,7 +137,7 @@ def share(given: Transitions, part: int, parts: int) -> Transitions:
 def picked(given: Transitions, which: slice) -> Transitions:
     """Select transitions; all frames are kept."""
     obs, after, columns = ({k: v[which] for k, v in group.items()} for group in given[1:4])
-    return Transitions(given.frames, obs, after, columns, given.terminated[which], given.cut[which])
+    return Transitions(given.frames, obs, after, columns, *(v[which] for v in given[4:]))
 
 
 def check_values(setting: str, path: str | Path, given: Transitions, spec: EnvSpec) -> None:
@@ -176,7 +169,7 @@ def stream_of(given: Transitions) -> Stream:
     goes_on[-1:] = False
     depth = max(v.shape[1] for v in given.obs.values())
     life = given.terminated & goes_on & (depth > 1)  # the next stack continues, so no episode ended (a lost life)
-    filled = ~given.terminated & (given.cut | ~goes_on)
+    filled = given.followed & ~life & (given.terminated | given.cut | ~goes_on)
     linked = goes_on & ~given.cut & (~given.terminated | life)
     history = torch.where(torch.cat((linked[-1:] | True, ~linked[:-1])), older_frames(given), 0)  # fillers before it
     total = history + 1 + filled.long()
@@ -191,12 +184,13 @@ def stream_of(given: Transitions) -> Stream:
             needed = history >= back
             index[place[needed] - back] = v[needed, -1 - back]
         newest[k] = index
-    columns = {k: v.new_zeros(count + 1, *v.shape[1:]) for k, v in given.columns.items()}
+    # No actor has valued the observations of filler rows.
+    columns = {k: v.new_full((count + 1, *v.shape[1:]), torch.nan if "." in k else 0) for k, v in given.columns.items()}
     for k, v in columns.items():
         v[place] = given.columns[k]
-    flags = torch.full((count,), FINAL_OK, dtype=torch.uint8)
+    flags = torch.zeros(count, dtype=torch.uint8)
     flags[place[filled] + 1] |= NEXT_FIRST
-    flags[place] |= (VALID + given.terminated * TERMINATED + (given.terminated & ~life) * NEXT_FIRST).to(torch.uint8)
+    flags[place] |= (VALID + given.terminated * TERMINATED + ~(given.followed | life) * NEXT_FIRST).to(torch.uint8)
     origin = torch.full((count,), -1)
     origin[place] = torch.arange(place.shape[0])
     return Stream(newest, columns, flags, origin)

@@ -101,9 +101,7 @@ def valued_when_acted(replay: Replay, window: Window) -> tuple[Tensor, Tensor]:
     """Return Q(s, a) and max_a Q(s', a) of windows, [B] each, as the actor stored them; NaN if unknown, and 0 for a
     successor whose value is not used."""
     q, value = (replay.extra[k] for k in ("q", "value"))
-    # After a truncation the next row is of another episode: the actor never evaluated the final observation.
-    after = value.index_select(0, torch.where(window.cut, window.cell, window.successor))
-    ahead = torch.where(window.cut, torch.nan, after)
+    ahead = value.index_select(0, window.successor)
     return q.index_select(0, window.cell), torch.where(window.discount > 0, ahead, 0.0)
 
 

@@ -1,18 +1,19 @@
 """Replay buffer: a ring of rows x environments, one tensor per field, each observation stored once.
 
-Time runs down the rows. Each environment is a column with its own head (heads differ for asynchronous envs). ::
+Time runs down the rows. Each environment is a column with its own head. ::
 
             column 0   column 1
       row 0 |  o a r f | o a r f      o  observation acted on     r  reward, raw
-      row 1 |  o a r f | o a r f      a  action                   f  flags (packed bits) + final counter
-    head -> |  o . . . | o a r f
+      row 1 |  o a r f | o a r f      a  action                   f  flags (packed bits)
+    head -> |  o . . . | o . . f      a filler row: the final observation of the episode that ended in row 1
       row 3 |  (old)   | o . . .  <- head       (old) rows to be overwritten next
             +----------+---------
-    finals  |  o o o             ring of K true final observations of truncated rows, one counter per column
     blank   |  0                 one cell of zeros, for frame stacks
 
-The successor of row t is row t + 1's observation; that of a truncated row is in ``finals``. Both are in one tensor,
-so next observations take one gather. Of a frame stack only the newest frame is stored (``pql.data.frames``).
+The successor of row t is the observation of row t + 1, also where an episode ended: with next-step autoreset the
+simulator returns the final observation there, in a filler row; with same-step autoreset the ring inserts that row. So
+no final observation is lost, however often episodes end, and one gather reads all successors. Filler rows are masked
+when drawn. Of a frame stack only the newest frame is stored (``pql.data.frames``).
 
 Readers use a copy of the :class:`Cursor` made at the tick boundary. They never draw the ``horizon + 1`` oldest rows
 (plus one per older stacked frame), which the collector may overwrite. Row ``head`` already holds its observation,
@@ -25,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Generator, Tensor
 
-from pql.data.flags import NEXT_FIRST, pack_flags, tables
+from pql.data.flags import ENDS, NEXT_FIRST, OLDER_FINAL_OK, pack_flags, tables
 from pql.data.frames import Stacker, as_stored, deepest, fitted, kept_shape, newest_frame, put
 from pql.data.normalize import clip
 from pql.data.sizes import ReplayLayout, action_store, storage_dtype
@@ -33,19 +34,18 @@ from pql.types import Acted, Batch, Memory, Obs, ObsBatch, Rows, Step, fill
 
 
 class Cursor:
-    """Rows and truncations written per column at a tick boundary; each worker pulls its copy like weights.
+    """Rows written per column at a tick boundary; each worker pulls its copy like weights.
 
-    ``lost`` counts the windows dropped because their final observation was overwritten.
+    ``lost`` counts the windows dropped because the simulator did not return their final observation.
     """
 
     def __init__(self, num_envs: int, device: torch.device):
         self.head = torch.zeros(num_envs, dtype=torch.int64, device=device)  # [N] rows ever written
-        self.finals = torch.zeros(num_envs, dtype=torch.int64, device=device)  # [N] final observations ever written
         self.lost = torch.zeros((), dtype=torch.int64, device=device)
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors published at a tick boundary, [N] each."""
-        return [self.head, self.finals]
+        return [self.head]
 
 
 class Window(NamedTuple):
@@ -56,8 +56,8 @@ class Window(NamedTuple):
     reward: Tensor  # float32, n-step sum
     discount: Tensor  # float32
     mask: Tensor  # bool, valid
-    lost: Tensor  # bool, invalid because the final observation was overwritten
-    cut: Tensor  # bool, ends in a final observation
+    lost: Tensor  # bool, invalid because there is no final observation
+    followed: Tensor  # bool, ``successor`` holds the next observation (else it is not used as a target)
     successor: Tensor  # int64, cell of the next observation
 
 
@@ -82,10 +82,10 @@ class Replay:
         obs, rows, num_envs = layout.obs, layout.rows, layout.num_envs
         self.rows, self.num_envs, self.horizon, self.device = rows, num_envs, layout.horizon, device
         self.obs_only, self.reward_clip, self.ragged = obs_only, reward_clip, ragged
-        self.finals = 0 if obs_only else layout.final_rows  # K
-        cells, blank = rows * num_envs, (rows + self.finals) * num_envs
+        self.fillers = layout.fillers
+        cells = rows * num_envs
         self.obs = {
-            k: torch.zeros(blank + (s.stack > 1), *kept_shape(s), dtype=storage_dtype(s, layout.dtype), device=device)
+            k: torch.zeros(cells + (s.stack > 1), *kept_shape(s), dtype=storage_dtype(s, layout.dtype), device=device)
             for k, s in obs.items()
         }
         self.flags = torch.zeros(cells, dtype=torch.uint8, device=device)
@@ -93,7 +93,6 @@ class Replay:
         if not obs_only:
             self.action = action_store(layout.action_size, cells, device)
             self.reward = torch.zeros(cells, device=device)
-            self.final = torch.zeros(cells, dtype=torch.int32, device=device)  # which final observation, if truncated
             self.extra = {name: torch.zeros(cells, device=device) for name in layout.extra}
         self.live = Cursor(num_envs, device)  # the collector's positions
         self.columns = torch.arange(num_envs, device=device)
@@ -102,7 +101,7 @@ class Replay:
         self.specs, self.stacks = obs, {k: s.stack for k, s in obs.items()}
         depth = deepest(obs.values())
         self.guard = layout.horizon + depth
-        self._stacker = Stacker(depth, rows, num_envs, blank, self._rules["same episode"]) if depth > 1 else None
+        self._stacker = Stacker(depth, rows, num_envs, cells, self._rules["same episode"]) if depth > 1 else None
 
     # -- writing --------------------------------------------------------------------------------------------------
 
@@ -119,15 +118,19 @@ class Replay:
         return self.live.tensors()
 
     def restart(self, obs: Obs) -> None:
-        """Begin a new episode at ``obs`` [N, ...] in all columns, as after a reset; no window crosses into it."""
-        last = (self.live.head - 1) % self.rows * self.num_envs + self.columns
-        self.flags.index_copy_(0, last, self.flags.index_select(0, last) | NEXT_FIRST)
+        """Begin a new episode at ``obs`` [N, ...] in all columns, as after a reset; no window crosses into it.
+
+        The observation at the head remains, in a filler row, as the last row's successor.
+        """
+        self._fill_row(self.live.head % self.rows * self.num_envs + self.columns)
+        self.live.head += 1
         self.begin(obs)
 
     def insert(
         self, acted: Tensor | Acted, step: Step, columns: Tensor | None = None, arrived: Tensor | None = None
     ) -> None:
-        """Append one row to ``columns`` (default: all).
+        """Append one row to ``columns`` (default: all), and a filler row where an episode ended and ``step.obs`` begins
+        the next one.
 
         Args:
             acted: executed action, [n, A] or [n] int64, with the ``extra`` values if any.
@@ -137,22 +140,31 @@ class Replay:
         """
         columns = self.columns if columns is None else columns
         head = self.live.head[columns]
-        here = head % self.rows * self.num_envs + columns
-        self.flags.index_copy_(0, here, pack_flags(step))
+        here, after = (row % self.rows * self.num_envs + columns for row in (head, head + 1))
+        new = torch.ones_like(head) if arrived is None else arrived.to(head.dtype)  # rows
+        followed = None
+        if self.fillers:
+            followed = (step.terminated | step.truncated) & step.first & step.final_ok & step.valid
+            # Written everywhere: where no episode ended, the next row overwrites it.
+            self._fill_row(after)
+            self._write_obs(after, step.final_obs)
+            new = new + new * followed
+        self.flags.index_copy_(0, here, pack_flags(step, followed))
         if not self.obs_only:
             action, extra = acted if isinstance(acted, Acted) else Acted(acted, {})
             self.action.index_copy_(0, here, action)
             for name, store in self.extra.items():
                 store.index_copy_(0, here, extra[name])
             self.reward.index_copy_(0, here, step.reward)
-            count = self.live.finals[columns]
-            self.final.index_copy_(0, here, count.to(torch.int32))
-            # Written unconditionally: the entry counts only once the counter has passed it.
-            self._write_obs((self.rows + count % self.finals) * self.num_envs + columns, step.final_obs)
-            self.live.finals.index_copy_(0, columns, count + (step.truncated & step.valid))
-        self._write_obs((head + 1) % self.rows * self.num_envs + columns, step.obs)
         # Without an answer the row remains at the head: unread, and rewritten later.
-        self.live.head.index_copy_(0, columns, head + (1 if arrived is None else arrived))
+        self.live.head.index_copy_(0, columns, head + new)
+        self.begin(step.obs, columns)
+
+    def _fill_row(self, cell: Tensor) -> None:
+        """Make filler rows of ``cell`` [n]: they end an episode, and no actor has evaluated their observations."""
+        self.flags.index_fill_(0, cell, NEXT_FIRST)
+        for store in self.extra.values():
+            store.index_fill_(0, cell, torch.nan)
 
     def _write_obs(self, index: Tensor, obs: Obs) -> None:
         for name, store in self.obs.items():
@@ -206,14 +218,12 @@ class Replay:
         stacks = self._stack_pair(row, window.last, column, window.successor)
         obs, next_obs = self._gather_pair(window.cell, window.successor, stacks)
         action, mask = self.action.index_select(0, window.cell), window.mask.float()
-        return Batch(obs, action, window.reward, window.discount, next_obs, mask, torch.ones_like(mask), window.cell)
+        weight, followed = torch.ones_like(mask), mask * window.followed
+        return Batch(obs, action, window.reward, window.discount, next_obs, mask, weight, window.cell, followed)
 
-    def observations(self, row: Tensor, column: Tensor, successor: Tensor | None = None) -> Obs:
-        """Return the observations at logical ``row`` of ``column`` (both [B]), or at their ``successor`` cells [B]."""
-        cell, stack = torch.add(column, row % self.rows, alpha=self.num_envs), self._stack(row, column)
-        if successor is not None:
-            cell, stack = successor, None if stack is None else torch.cat((stack[:, 1:], successor.unsqueeze(1)), 1)
-        return self._gather(cell, stack)
+    def observations(self, row: Tensor, column: Tensor) -> Obs:
+        """Return the observations at logical ``row`` of ``column`` (both [B])."""
+        return self._gather(torch.add(column, row % self.rows, alpha=self.num_envs), self._stack(row, column))
 
     def targets(self, cursor: Cursor, row: Tensor, column: Tensor, head: Tensor, n: int, gamma: float) -> Window:
         """Return the windows that begin at logical ``row`` of ``column`` (both [B]).
@@ -226,21 +236,16 @@ class Replay:
         flags = self.flags.index_select(0, cell).int()
         usable = self.rule("valid", flags) & (head > 0)
         reward = clip(self.reward.index_select(0, cell), self.reward_clip)
-        last, tail, end = row, cell, flags  # the window's last row
+        last, end = row, flags  # the window's last row
         power = self.constants(n, gamma)[2][:1]
         if n > 1:
             reward, more, power = self._extend(reward, flags, place, column, head - 1 - row, self.constants(n, gamma))
             last, place = row + more, self._wrap(place + more)
-            tail = torch.add(column, place, alpha=self.num_envs)
-            end = self.flags.index_select(0, tail).int()
-        cut, count = self.rule("cut", end), self.final.index_select(0, tail)
-        # The collector may overwrite the `horizon` oldest final observations during this read.
-        gone = count < cursor.finals.index_select(0, column) - (self.finals - self.horizon)
-        lost = usable & ((gone & cut) | self.rule("final lost", end))
-        mask = usable & ~lost & self.rule("announced", end)
-        after = torch.where(cut, count % self.finals + self.rows, self._wrap(place + 1))
-        successor = torch.add(column, after, alpha=self.num_envs)
-        return Window(cell, last, reward, power * self.rule("alive", end), mask, lost, cut, successor)
+            end = self.flags.index_select(0, torch.add(column, place, alpha=self.num_envs)).int()
+        lost = usable & self.rule("final lost", end)
+        mask, followed = usable & ~lost & self.rule("announced", end), self.rule("same episode", end)
+        successor = torch.add(column, self._wrap(place + 1), alpha=self.num_envs)
+        return Window(cell, last, reward, power * self.rule("alive", end), mask, lost, followed, successor)
 
     def _extend(
         self,
@@ -322,22 +327,13 @@ class Replay:
         cells = self.rows * self.num_envs
         out = {**{f"obs.{k}": v[:cells] for k, v in self.obs.items()}, "flags": self.flags}
         if not self.obs_only:
-            out |= {"action": self.action, "reward": self.reward, "final": self.final}
+            out |= {"action": self.action, "reward": self.reward}
         return out | {f"extra.{k}": v for k, v in self.extra.items()}
 
-    def _by_final(self) -> dict[str, Tensor]:
-        """Return the final observations, [K * N, ...] each."""
-        start, end = (rows * self.num_envs for rows in (self.rows, self.rows + self.finals))
-        return {f"final_obs.{k}": v[start:end] for k, v in self.obs.items() if self.finals}
-
     def state_dict(self) -> Rows:
-        """Return views of the rows and final observations in use, and the positions. Synchronises with the device."""
+        """Return views of the rows in use, and the positions. Synchronises with the device."""
         cells = self.used() * self.num_envs
-        finals = (
-            min(int(self.live.finals.max()) + 1, self.finals) * self.num_envs
-        )  # includes the next to be overwritten
-        state = {k: v[:cells] for k, v in self._by_row().items()} | {"head": self.live.head, "finals": self.live.finals}
-        return Rows(state | {k: v[:finals] for k, v in self._by_final().items()})
+        return Rows({k: v[:cells] for k, v in self._by_row().items()} | {"head": self.live.head})
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Copy ``state_dict``'s tensors, [rows * N, ...] each, in place (captured graphs keep their addresses).
@@ -346,13 +342,20 @@ class Replay:
             ConfigError: more rows than the ring has, or fewer than the positions require.
         """
         n = self.num_envs
-        for name, position in (("head", self.live.head), ("finals", self.live.finals)):
-            fill(name, position, state[name], n)
+        fill("head", self.live.head, state["head"], n)
         least = min(int(state["head"].max()), self.rows) * n
-        # Older releases saved the whole ring, rows and final observations in one tensor.
-        older = all(len(state[f"obs.{k}"]) == len(v) > self.rows * n for k, v in self.obs.items())
-        stores = self._by_row() | ({f"obs.{k}": v for k, v in self.obs.items()} if older else {})
-        for name, store in stores.items():
-            fill(name, store, as_stored(state[name], store), least)
-        for name, store in self._by_final().items() if not older else ():
-            fill(name, store, as_stored(state[name], store), min(int(state["finals"].max()), self.finals) * n)
+        for name, store in self._by_row().items():
+            # Release 0.1 saved final observations behind the rows.
+            saved = state[name][: self.rows * n] if name.startswith("obs.") else state[name]
+            fill(name, store, as_stored(saved, store), least)
+        if bool((self.flags & OLDER_FINAL_OK).any()):
+            self.flags.copy_(converted(self.flags))
+
+
+def converted(flags: Tensor) -> Tensor:
+    """Convert flags [n] of release 0.2, which kept final observations apart from the rows, and a bit for their loss.
+
+    Windows that end in a truncation of that time count as lost, unless the next row has the final observation.
+    """
+    lost = (flags & ENDS > 0) & (flags & OLDER_FINAL_OK == 0)
+    return torch.where(lost, flags | NEXT_FIRST, flags) & ~OLDER_FINAL_OK

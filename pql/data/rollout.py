@@ -7,9 +7,10 @@ the segment. ::
       row 1     |  o a p r f     a  action, before clamping     r  reward, raw      f  flags (+ number of the final
       ...       |                                                                      observation, if cut off)
       row T     |  o             the next observation to act on
-      finals    |  o o           K true final observations of truncated rows, in order, and one scratch row
+      finals    |  o o           K final observations of truncated rows, in order, and one scratch row
 
-All observations are in one tensor, so the values of rows, of row T and of finals take one forward pass. The collector
+With same-step autoreset K is T, since every row may end an episode. With next-step autoreset K is 0: a filler row has
+the final observation. All observations are in one tensor, so their values take one forward pass. The collector
 writes during its part of a tick; a learner reads afterwards. If both run at once there are two halves: the collector
 fills one while the learner reads the other, and they swap between ticks. The learner pulls the index of the full half
 and its statistics like weights (:class:`View`).
@@ -27,7 +28,7 @@ from torch import Generator, Tensor
 from pql.contract.env import Discrete, EnvSpec
 from pql.data.frames import put
 from pql.data.normalize import Normalizer, clip
-from pql.types import Memory, Obs, Step
+from pql.types import Memory, Obs, Rows, Step
 
 STEPS = ("action", "params", "reward", "flags", "final", "version")
 """Stored fields with shape [T, N, ...]; all others have one joint axis of rows and columns."""
@@ -128,7 +129,7 @@ class Rollout:
     ):
         n = spec.num_envs
         self.horizon, self.num_envs, self.device, self.halves = horizon, n, device, halves
-        self.finals = rollout_final_rows(horizon, spec.max_episode_steps)  # K
+        self.finals = rollout_final_rows(horizon, spec)  # K
         self.rows = horizon + 1 + self.finals + 1
         count = halves * self.rows * n
         self.obs = {k: torch.zeros(count, *s.shape, dtype=s.dtype, device=device) for k, s in spec.obs.items()}
@@ -191,14 +192,13 @@ class Rollout:
         ]
         for store, new in rows:
             store.flatten(0, 1).index_copy_(0, here, new)
-        # Written for every row: an entry is valid only once the counter has passed it. If more rows are truncated than
-        # there are entries, further ones go to the scratch row.
+        # Written for every row: an entry is valid only once the counter has passed it. The scratch row is the last.
         place = count.clamp(max=self.finals)
         self.final_row.index_copy_(0, (place + half * (self.finals + 1)) * n + columns, row)
         for k, store in self.obs.items():
             put(store, (row + 1 + half * self.rows) * n + columns, step.obs[k])
             put(store, (place + self.horizon + 1 + half * self.rows) * n + columns, step.final_obs[k])
-        self.count.index_copy_(0, columns, count + (step.truncated & step.valid))
+        self.count.index_copy_(0, columns, count + (step.truncated & step.first & step.valid))
         self.row.index_copy_(0, columns, (row + 1).remainder(self.horizon))
 
     def positions(self) -> list[Tensor]:
@@ -219,9 +219,9 @@ class Rollout:
         width = parts["reward"].shape[1]
         terminated, truncated, first, valid, final_ok = parts["flags"].unbind(-1)
         final, cut = parts["final"], truncated & ~terminated
-        lost = cut & valid & (~final_ok | (final >= self.finals))
+        lost = cut & valid & (~final_ok | (first & (final >= self.finals)))
         unknown = lost | (first & ~terminated & ~truncated)
-        successor = torch.where(cut, final.clamp(max=self.finals) + self.horizon + 1, self._here + 1)
+        successor = torch.where(cut & first, final.clamp(max=self.finals) + self.horizon + 1, self._here + 1)
         rows = {k: parts[f"obs/{k}"].unflatten(0, (-1, width)) for k in self.obs}
         reward = clip(parts["reward"], norm.reward_clip) * norm.reward_scale
         return Segment(
@@ -268,28 +268,36 @@ class Rollout:
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self) -> Rows:
         """Return the unread segment if there are two halves. With one it is empty: between ticks, everything that the
         next segment depends on belongs to the collector."""
         if self.halves == 1:
-            return {}
-        return {**self.storage(), **{f"sealed/{i}": t for i, t in enumerate(self.sealed.tensors())}}
+            return Rows()
+        return Rows({**self.storage(), **{f"sealed/{i}": t for i, t in enumerate(self.sealed.tensors())}})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for k, t in self.state_dict().items():
-            t.copy_(state[k])
+            self.restore(t, state[k])
+
+    def restore(self, store: Tensor, saved: Tensor) -> None:
+        """Copy a saved field; one of release 0.2 may have another number of final observations in each half."""
+        if store.shape != saved.shape:
+            store, saved = (t.unflatten(0, (self.halves, -1, self.num_envs)) for t in (store, saved))
+            rows = min(store.shape[1], saved.shape[1])
+            store, saved = store[:, :rows], saved[:, :rows]
+        store.copy_(saved)
 
 
-def rollout_final_rows(horizon: int, max_episode_steps: int | None) -> int:
-    """Return K, final observations per column: the time limits possible in ``horizon`` rows, plus one truncation."""
-    return min(horizon, math.ceil(horizon / max_episode_steps) + 1) if max_episode_steps else horizon
+def rollout_final_rows(horizon: int, spec: EnvSpec) -> int:
+    """Return K, final observations per column that ``horizon`` rows may need a place for."""
+    return horizon if spec.autoreset == "same_step" else 0
 
 
 def rollout_bytes(spec: EnvSpec, horizon: int, params_size: int) -> int:
     """Return the bytes of a segment."""
     obs = sum(math.prod(s.shape) * s.dtype.itemsize for s in spec.obs.values())
     action = 8 if isinstance(spec.action, Discrete) else 4 * spec.action.size
-    finals = rollout_final_rows(horizon, spec.max_episode_steps) + 1
+    finals = rollout_final_rows(horizon, spec) + 1
     return spec.num_envs * ((horizon + 1 + finals) * obs + 8 * finals + horizon * (action + 4 * params_size + 25))
 
 

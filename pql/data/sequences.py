@@ -14,7 +14,6 @@ Source: Kapturowski et al. 2019 (Recurrent Experience Replay in Distributed Rein
 networks or losses.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -29,15 +28,11 @@ Target = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Sequence(NamedTuple):
-    """B sequences of S rows, L of which are trained on, with K final observations that follow some of the rows.
+    """B sequences of S rows, L of which are trained on; ``action`` to ``mask`` begin at row ``burn_in``."""
 
-    Row numbers are relative to the sequence's first row; ``action`` to ``successor`` begin at row ``burn_in``.
-    """
-
-    obs: Obs  # [S + K, B, ...]
+    obs: Obs  # [S, B, ...]
     first: Tensor  # [S, B] bool; the next row begins an episode
     carry: Tensor  # [B, C] the policy's recurrent state before row 0
-    final_row: Tensor  # [K, B] int64; the row, from ``burn_in`` on, that a final observation followed
     action: Tensor  # [L, B] int64
     reward: Tensor  # [L, B] n-step sum
     discount: Tensor  # [L, B]
@@ -116,7 +111,6 @@ class Sequences:
     """Selection and reading of a ring's sequences.
 
     Args:
-        limit: most steps of an episode; sizes the room for final observations (None: room for one).
         stored: begin with the stored state; False: with zeros.
 
     Attributes:
@@ -128,17 +122,14 @@ class Sequences:
         states: States,
         span: Span,
         gamma: float,
-        limit: int | None,
         stored: bool = True,
     ):
         ring, (burn_in, length, n) = states.ring, span
         self.ring, self.states, self.burn_in, self.length, self.n, self.gamma = ring, states, burn_in, length, n, gamma
         self.size, self.stored, self.count = burn_in + length + n, stored, states.slots * ring.num_envs
-        self.finals = finals_within(length + n - 1, limit)
         device = ring.device
         self._steps = torch.arange(self.size, device=device).unsqueeze(1)  # [S, 1]
         self.trained = self._steps[:length]  # [L, 1]
-        self._places = torch.arange(self.finals, device=device).view(-1, 1, 1)  # [K, 1, 1]
         self._first_places = torch.arange(states.slots, device=device).unsqueeze(1) * states.period  # [P, 1]
 
     def starts(self, cursor: Cursor) -> tuple[Tensor, Tensor]:
@@ -167,42 +158,22 @@ class Sequences:
         part = slice(burn, burn + trained)
         row, col, head = (v[part].flatten() for v in (rows, columns, heads))
         window = ring.targets(cursor, row, col, head, self.n, self.gamma)
-        ends = flags[burn : burn + trained + self.n - 1]  # rows in which a target may end
-        cut = (ring.rule("cut", ends.flatten()) & ring.rule("valid", ends.flatten())).view_as(ends)
-        count = cut.cumsum(0)
-        # The k-th final observation's row is where the count first exceeds k; row 0 if it never does.
-        final_row = (count <= self._places).sum(1)  # [K, B]
-        final_row = torch.where(final_row < ends.shape[0], final_row, 0)
+        cursor.lost += window.lost.sum()
         last = window.last.view(trained, -1) - rows[burn]  # from burn_in on
-        which = count.gather(0, last) - 1
-        leads = window.cut.view_as(last)
-        room = ~leads | (which < self.finals)
-        successor = torch.where(leads, which.clamp(0, self.finals - 1) + trained + self.n, last + 1)
-        cursor.lost += (window.lost | (window.mask & ~room.flatten())).sum()
-        mask = window.mask.view_as(last) & room
         carry = self.states.at(start, column)
+        obs = ring.observations(rows.flatten(), columns.flatten())
         return Sequence(
-            self._observations(rows, columns, final_row),
+            {k: v.unflatten(0, rows.shape) for k, v in obs.items()},
             ~ring.rule("same episode", flags.flatten()).view_as(rows),
             carry if self.stored else torch.zeros_like(carry),
-            final_row,
             ring.action.index_select(0, window.cell).view_as(last),
             window.reward.view_as(last),
             window.discount.view_as(last),
-            successor,
-            mask.float(),
+            last + 1,
+            window.mask.view_as(last).float(),
             torch.ones_like(carry[:, 0]),
             start,
         )
-
-    def _observations(self, rows: Tensor, columns: Tensor, final_row: Tensor) -> Obs:
-        """Return the observations of rows [S, B], then the final ones after rows [K, B] from burn_in on."""
-        ring = self.ring
-        plain = ring.observations(rows.flatten(), columns.flatten())
-        before, column = rows[self.burn_in :].gather(0, final_row).flatten(), columns[: self.finals].flatten()
-        which = ring.final.index_select(0, before % ring.rows * ring.num_envs + column)
-        final = ring.observations(before, column, (ring.rows + which % ring.finals) * ring.num_envs + column)
-        return {k: torch.cat((v, final[k])).unflatten(0, (-1, rows.shape[1])) for k, v in plain.items()}
 
 
 class RankedSequences(Ranked):
@@ -281,11 +252,6 @@ class RankedSequences(Ranked):
         super().load_state_dict(state)
         fill("entered", self.entered, state["entered"])
         self.entered[len(state["entered"]) :] = -1
-
-
-def finals_within(rows: int, limit: int | None) -> int:
-    """Return the room for final observations: the time limits possible in ``rows`` rows, plus one truncation."""
-    return min(rows, math.ceil(rows / limit) + 1) if limit else 1
 
 
 def mixed(error: Tensor, mask: Tensor, eta: float) -> Tensor:

@@ -17,11 +17,6 @@ def storage_dtype(spec: ObsSpec, dtype: torch.dtype) -> torch.dtype:
     return dtype if spec.dtype.is_floating_point else spec.dtype
 
 
-def final_rows(rows: int, horizon: int, max_episode_steps: int | None) -> int:
-    """Return K, the final observations per column that a full ring can refer to, plus those being written."""
-    return (math.ceil(rows / max_episode_steps) if max_episode_steps else 0) + horizon + 1
-
-
 def action_store(action_size: int | None, cells: int, device: torch.device) -> Tensor:
     """Return zeros [cells, A] float32, or [cells] int64 if ``action_size`` is None."""
     if action_size is None:
@@ -37,8 +32,8 @@ class ReplayLayout:
         obs: observation groups as they are stored (:func:`pql.data.frames.stored_spec`).
         action_size: A; None: discrete actions, int64.
         rows: T, rows per column.
-        horizon: rows written per tick.
-        max_episode_steps: time limit; sizes the store of final observations (None: no limit).
+        horizon: most rows written per column and tick, filler rows included.
+        fillers: insert a filler row with the final observation where an episode ends (same-step autoreset).
         dtype: storage of floating observations (uint8 stays uint8).
         extra: names of float32 values stored with each action.
     """
@@ -48,14 +43,9 @@ class ReplayLayout:
     num_envs: int
     rows: int
     horizon: int
-    max_episode_steps: int | None
+    fillers: bool
     dtype: torch.dtype = torch.float32
     extra: Sequence[str] = ()
-
-    @property
-    def final_rows(self) -> int:
-        """K, rows of the store of final observations."""
-        return final_rows(self.rows, self.horizon, self.max_episode_steps)
 
 
 def replay_bytes(layout: ReplayLayout) -> int:
@@ -63,8 +53,8 @@ def replay_bytes(layout: ReplayLayout) -> int:
     obs, rows, action = layout.obs, layout.rows, layout.action_size
     sizes = {k: math.prod(kept_shape(s)) * storage_dtype(s, layout.dtype).itemsize for k, s in obs.items()}
     blank = sum(sizes[k] for k, s in obs.items() if s.stack > 1)
-    cell = (8 if action is None else action * 4) + 4 + 4 + 1 + 4 * len(layout.extra)
-    return layout.num_envs * ((rows + layout.final_rows) * sum(sizes.values()) + rows * cell) + blank
+    cell = (8 if action is None else action * 4) + 4 + 1 + 4 * len(layout.extra)
+    return layout.num_envs * rows * (sum(sizes.values()) + cell) + blank
 
 
 def preflight(layout: ReplayLayout, capacity: int, available: int) -> int:

@@ -3,7 +3,7 @@
 A file is one safetensors file with one tensor per column, in one of two layouts (reference: ``docs/replay.md``):
 
 * rows: ``[T, N, ...]`` for N environments, with each observation once and only the newest frame of a stack: the content
-  of a ring, as ``save_replay`` writes it;
+  of a ring, as ``save_replay`` writes it. Final observations are in filler rows, or in columns of their own;
 * transitions: ``[M, ...]`` with ``next_obs.<group>`` and whole stacks, as most other software records them.
 """
 
@@ -12,20 +12,21 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
 from pql.config.files import check_header
 from pql.contract.env import ObsSpec
 from pql.data import tensorfile
-from pql.data.flags import FINAL_OK, NEXT_FIRST, TERMINATED, TRUNCATED, VALID
+from pql.data.flags import NEXT_FIRST, TERMINATED, TRUNCATED, VALID
 from pql.data.frames import in_parts, kept_shape
 from pql.data.replay import Replay
 from pql.errors import ConfigError, nearest
 
 Columns = dict[str, Tensor]
-META = {"format": "pql-replay-1"}  # one entry: safetensors writes several in random order, so files would differ
+BITS = {"terminated": TERMINATED, "truncated": TRUNCATED, "first": NEXT_FIRST, "valid": VALID}
+META = {"format": "pql-replay-2"}  # one entry: safetensors writes several in random order, so files would differ
 
 
 # -- content of a ring ------------------------------------------------------------------------------------------------
@@ -58,19 +59,12 @@ def rows_of(replay: Replay) -> Columns:
     cell = cell[:-1]
     flags = replay.flags[cell].int()
     held = t[:-1] < length
-    bits = {"terminated": TERMINATED, "truncated": TRUNCATED, "first": NEXT_FIRST, "valid": VALID}
-    marks = {k: (flags & bit > 0) & held for k, bit in bits.items()}
+    marks = {k: (flags & bit > 0) & held for k, bit in BITS.items()}
     # Stacks of the first rows lack overwritten frames: these rows only supply frames to later stacks.
     marks["valid"] &= (t[:-1] >= max(replay.stacks.values()) - 1) | (head == length)
-    count = replay.final[cell]
-    kept = count >= replay.live.finals - (replay.finals - replay.horizon)  # as for a reader
-    known = marks["truncated"] & marks["valid"] & (flags & FINAL_OK > 0) & kept
-    row, column = known.nonzero().unbind(1)
-    slot = (replay.rows + count[row, column] % replay.finals) * n + column
-    finals = {f"final_obs.{k}": v[slot] for k, v in replay.obs.items()}
     rest = {"action": replay.action[cell], "reward": replay.reward[cell], "length": length}
     rest |= {f"extra.{k}": v[cell] for k, v in replay.extra.items()}
-    return {**obs, **rest, **marks, **finals, "final_row": row * n + column}
+    return {**obs, **rest, **marks}
 
 
 def load_replay(replay: Replay, path: str | Path) -> None:
@@ -92,8 +86,7 @@ def load_replay(replay: Replay, path: str | Path) -> None:
     for k in replay.obs:
         write_transitions(replay.obs[k], data[f"obs.{k}"][taken, columns])
     taken = taken[:-1].clamp(max=data["reward"].shape[0] - 1)
-    flags = flags_of(data)[taken, columns]
-    write_transitions(replay.flags, flags)
+    write_transitions(replay.flags, flags_of(data)[taken, columns])
     replay.live.head.copy_(length)
     if replay.obs_only:
         return
@@ -101,26 +94,36 @@ def load_replay(replay: Replay, path: str | Path) -> None:
     write_transitions(replay.reward, data["reward"][taken, columns])
     for k, store in replay.extra.items():
         write_transitions(store, data[f"extra.{k}"][taken, columns])
-    counted = (flags & (TRUNCATED | VALID) == TRUNCATED | VALID) & (t[:-1] < length)  # as ``insert`` counts
-    before, total = counted.cumsum(0) - counted.long(), counted.sum(0)
-    write_transitions(replay.final, before)
-    replay.live.finals.copy_(total)
-    row, column = data["final_row"] // n, data["final_row"] % n
-    row = row - skipped[column]
-    count = before[row.clamp(min=0), column]
-    held = ((row >= 0) & (count >= total[column] - replay.finals)).nonzero().squeeze(1)
-    slot = (replay.rows + count % replay.finals)[held] * n + column[held]
-    for k, v in replay.obs.items():
-        v[slot.to(v.device)] = data[f"final_obs.{k}"][held].to(v)
 
 
 def flags_of(data: Columns) -> Tensor:
     """Compute a ring's packed flags, uint8 [T, N]."""
-    bits = {"terminated": TERMINATED, "truncated": TRUNCATED, "first": NEXT_FIRST, "valid": VALID}
-    flags = sum((data[k] * bit for k, bit in bits.items()), torch.zeros_like(data["reward"], dtype=torch.int64))
-    found = torch.zeros_like(data["truncated"])
-    found.view(-1)[data["final_row"]] = True
-    return (flags + (found | ~data["truncated"]) * FINAL_OK).to(torch.uint8)
+    return sum((data[k] * bit for k, bit in BITS.items()), torch.zeros_like(data["reward"], dtype=torch.int64)).byte()
+
+
+def with_fillers(data: Columns) -> Columns:
+    """Return a file's rows with the final observations of ``final_row`` in filler rows, as a ring has them.
+
+    Those of rows without ``first`` are left out: the next row already has them.
+    """
+    row, (rows, n) = data["final_row"], data["first"].shape
+    row, which = (v[(data["first"] & data["valid"]).flatten()[row]] for v in (row, torch.arange(len(row))))
+    added = torch.zeros(rows * n, dtype=torch.int64).index_fill_(0, row, 1).view(rows, n)
+    before = torch.cat((added.new_zeros(1, n), added.cumsum(0)))  # [T + 1, N] fillers before row t
+    place, column = torch.arange(rows + 1)[:, None] + before, torch.arange(n)
+    filler = place.flatten()[row] + 1, row % n
+    total, out = rows + int(before[-1].max()), {}
+    for k, v in data.items():
+        if k == "length":
+            out[k] = v + before.gather(0, v[None])[0]
+        elif not k.startswith("final_"):
+            # No actor has valued the observations of filler rows.
+            out[k] = v.new_full((total + len(v) - rows, *v.shape[1:]), torch.nan if k.startswith("extra.") else 0)
+            out[k][place[: len(v)], column] = v
+            if k.startswith("obs."):
+                out[k][filler] = data[f"final_{k}"][which].to(v)
+    out["first"][place.flatten()[row], row % n], out["first"][filler] = False, True
+    return out
 
 
 def write_transitions(store: Tensor, values: Tensor) -> None:
@@ -150,6 +153,8 @@ def read_transitions(
     try:
         check_header(Path(path).expanduser())
         data = load_file(Path(path).expanduser())
+        with safe_open(Path(path).expanduser(), "pt") as file:
+            older = (file.metadata() or {}).get("format") == "pql-replay-1"
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(setting, path, f"a safetensors file ({error})") from error
 
@@ -211,4 +216,7 @@ def read_transitions(
     for name, top in (("length", lead[0]), ("final_row", lead[0] * lead[1] - 1)):
         if ((out[name] < 0) | (out[name] > top)).any():
             raise ConfigError(setting, path, f"a column {name} within 0 to {top}")
-    return out
+    if older:  # release 0.2: only ``final_row`` says which final observations are known
+        known = torch.zeros(lead, dtype=torch.bool).view(-1).index_fill_(0, out["final_row"], True).view(lead)
+        out["first"] = out["first"] | out["truncated"] & ~known
+    return with_fillers(out)

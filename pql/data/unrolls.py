@@ -26,7 +26,7 @@ from pql.contract.env import EnvSpec
 from pql.data.frames import put
 from pql.data.normalize import Normalizer
 from pql.data.rollout import PolicyOutput, Rollout, Segment, View
-from pql.types import Memory, Obs, Step
+from pql.types import Memory, Obs, Rows, Step
 
 FULL = 3
 """Full places per environment."""
@@ -102,7 +102,7 @@ class Unrolls:
         before = torch.where((row == 0).unsqueeze(1), acted.carry, rollout.carry[place])
         rollout.carry.index_copy_(0, place, before)
         now = self._shelve(place, full, columns)
-        cut = came & step.truncated & step.valid
+        cut = came & step.truncated & step.first & step.valid
         for tensor, new in (
             (rollout.row, torch.where(begins, 0, row + came)),
             (rollout.count, torch.where(begins, 0, count + cut)),
@@ -133,15 +133,15 @@ class Unrolls:
     def positions(self) -> list[Tensor]:
         return [self.place, self.ended, self.completed, self.order, self.rollout.row, self.rollout.count]
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self) -> Rows:
         names = ("place", "ended", "completed", "order")
         own = {k: getattr(self, k) for k in names}
         inside = {"row": self.rollout.row, "count": self.rollout.count, **self.rollout.storage()}
-        return {**own, **inside, **{f"norm/{i}": t for i, t in enumerate(self.rollout.norm.frozen())}}
+        return Rows({**own, **inside, **{f"norm/{i}": t for i, t in enumerate(self.rollout.norm.frozen())}})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for k, t in self.state_dict().items():
-            t.copy_(state[k])
+            self.rollout.restore(t, state[k])
 
 
 class Reader:

@@ -186,8 +186,8 @@ class RecurrentQNetwork(QNetwork):
             carry = self.memory.step(self.features(obs), carry)
             return self.head(carry[..., : self.memory.hidden]), carry
 
-    def unroll(self, obs: Obs, carry: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows [T, B, D] -> values [T, B, n], and the carry after each row, before the reset, [T, B, 2 H].
+    def unroll(self, obs: Obs, carry: Tensor, first: Tensor) -> Tensor:
+        """Rows [T, B, D] -> values [T, B, n].
 
         Args:
             carry: [B, 2 H] before row 0.
@@ -195,7 +195,7 @@ class RecurrentQNetwork(QNetwork):
         """
         with self.precision(obs):
             after, _ = self.memory.unroll(self.features(obs), carry, first)
-            return self.head(after[..., : self.memory.hidden]), after
+            return self.head(after[..., : self.memory.hidden])
 
     def remember(self, obs: Obs, carry: Tensor, first: Tensor) -> Tensor:
         """Return the carry for row T, [B, 2 H]. Arguments as for :meth:`unroll`."""

@@ -100,7 +100,7 @@ def make_batch(masked=8, count=B):
     mask = (torch.arange(count) >= masked).float()
     weight = torch.rand(count, generator=gen) + 0.5
     discount = 0.97 * (torch.rand(count, generator=gen) > 0.2)
-    return Batch(obs, draw(A).tanh(), draw(1)[:, 0], discount, next_obs, mask, weight, torch.arange(count))
+    return Batch(obs, draw(A).tanh(), draw(1)[:, 0], discount, next_obs, mask, weight, torch.arange(count), mask)
 
 
 def obs_part(batch):
@@ -180,7 +180,7 @@ def value_loss(batch, plain, target, action, bonus, atoms, reduce="min", sigma=N
 
     The target is that of the members ``drawn``; of two critics, now one is the lower one, now the other.
     """
-    obs, taken, reward, discount, next_obs, mask, weight, _ = wide(batch)
+    obs, taken, reward, discount, next_obs, mask, weight, *_ = wide(batch)
     ahead = [target(torch.cat((next_obs["critic"], action), 1), e).detach() for e in drawn]
     now = [plain(torch.cat((obs["critic"], taken), 1), e) for e in range(len(plain.members))]
     n = len(now)

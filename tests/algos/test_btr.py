@@ -38,7 +38,8 @@ def batches(gen):
         discount = 0.997**3 * (torch.rand(B, generator=gen) > 0.2).double()
         weight = torch.rand(B, generator=gen).double() + 0.5
         action = torch.randint(N, (B,), generator=gen)
-        yield Batch(obs, action, reward, discount, next_obs, torch.ones(B).double(), weight, torch.arange(B))
+        one = torch.ones(B).double()
+        yield Batch(obs, action, reward, discount, next_obs, one, weight, torch.arange(B), one)
 
 
 class Noted:

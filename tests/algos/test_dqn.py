@@ -96,7 +96,15 @@ def make_batch(masked=8):
     discount = 0.97 * (torch.rand(B, generator=gen) > 0.2)
     action = torch.randint(A, (B,), generator=gen)
     return Batch(
-        {"policy": draw(B, D)}, action, draw(B), discount, {"policy": draw(B, D)}, mask, weight, torch.arange(B) + 100
+        {"policy": draw(B, D)},
+        action,
+        draw(B),
+        discount,
+        {"policy": draw(B, D)},
+        mask,
+        weight,
+        torch.arange(B) + 100,
+        mask,
     )
 
 

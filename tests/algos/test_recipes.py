@@ -50,7 +50,7 @@ def batches(gen):
         reward = torch.randn(B, generator=gen).double()
         discount = 0.99 * (torch.rand(B, generator=gen) > 0.2).double()
         one = torch.ones(B).double()
-        yield Batch(obs, action, reward, discount, next_obs, one, one, torch.arange(B))
+        yield Batch(obs, action, reward, discount, next_obs, one, one, torch.arange(B), one)
 
 
 def trainers(*words, spec=SPEC):

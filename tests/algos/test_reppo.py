@@ -22,7 +22,6 @@ from pql.algos.reppo import Evaluated
 from pql.cli.main import main
 from pql.config.compose import compose
 from pql.contract.env import Box, EnvSpec, ObsSpec
-from pql.data.rollout import rollout_final_rows
 from pql.engine.executors import Inline, Threads
 from pql.errors import ConfigError
 from pql.nets.actor_critic import StochasticPolicy
@@ -46,15 +45,14 @@ def log_prob_of(number):
 
 
 @pytest.mark.parametrize("next_step", [False, True])
-@pytest.mark.parametrize("limit", [None, 4])  # 4: places for four final observations, of up to eleven
 @pytest.mark.parametrize("lam", [0.0, 0.95, 1.0])
-def test_targets_are_soft_returns(next_step, limit, lam):
+def test_targets_are_soft_returns(next_step, lam):
     """Terminations without the entropy beyond them, time limits with the true final observation, lost lives, lost final
     observations, unannounced episodes, filler rows."""
-    horizon, n, rng = 11, 40, random.Random(f"{next_step}{limit}{lam}")
-    rollout, _ = make_rollout(n, horizon, limit)
+    horizon, n, rng = 11, 40, random.Random(f"{next_step}{lam}")
+    rollout, _ = make_rollout(n, horizon, next_step)
     settings = replace(config_of().algo, gamma=0.9, td_lambda=lam)
-    kept, seen = rollout_final_rows(horizon, limit), {"masked": 0, "final": 0, "terminated": 0, "plain": 0}
+    seen = {"masked": 0, "final": 0, "terminated": 0, "plain": 0}
     sims = [Column(i, next_step) for i in range(n)]
     for _ in range(2):  # the second segment starts in the middle of episodes
         events = record(rollout, sims, horizon, rng)
@@ -65,8 +63,8 @@ def test_targets_are_soft_returns(next_step, limit, lam):
         for i, column in enumerate(events):
             scaled = [e._replace(reward=0.5 * e.reward) for e in column]
             for t, e in enumerate(column):
-                want = soft_lambda_return(scaled, t, q_of, log_prob_of, 0.3, 0.9, lam, kept)
-                assert segment.mask[t, i] == float(want is not None) == float(known_end(column, t, kept))
+                want = soft_lambda_return(scaled, t, q_of, log_prob_of, 0.3, 0.9, lam)
+                assert segment.mask[t, i] == float(want is not None) == float(known_end(column, t))
                 if want is not None:
                     assert target[t, i].item() == pytest.approx(want, abs=2e-5)
                 cut = e.truncated and not e.terminated

@@ -78,8 +78,10 @@ def test_a_simulator_without_state_goes_on_in_new_episodes_that_no_window_crosse
     again.schedule.tick()
     columns = torch.arange(8)
     batch = ring.windows(ring.live, torch.full((8,), head - 1), columns, ring.live.head, 3, 0.9)
-    assert batch.mask.tolist() == [0.0] * 8  # the row before the restart has lost its successor
-    batch = ring.windows(ring.live, torch.full((8,), head), columns, ring.live.head, 3, 0.9)
+    assert batch.mask.tolist() == [1.0] * 8  # the row before the restart keeps its successor, in a filler row
+    assert torch.equal(batch.discount, torch.full((8,), 0.9))
+    assert torch.equal(batch.next_obs["policy"], parts.first.collector.obs["policy"])
+    batch = ring.windows(ring.live, torch.full((8,), head + 1), columns, ring.live.head, 3, 0.9)
     assert batch.mask.tolist() == [1.0] * 8
     assert torch.equal(batch.obs["policy"], first)
     assert again.first.collector.episodes.running[1].tolist() == [1.0] * 8

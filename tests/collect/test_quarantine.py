@@ -23,7 +23,7 @@ from pql.collect.recorder import STEPS
 from pql.config.groups import ExploreConfig
 from pql.contract.env import make_env
 from pql.contract.grouped import Grouped
-from pql.data.flags import FINAL_OK, NEXT_FIRST, VALID
+from pql.data.flags import NEXT_FIRST, VALID
 from pql.data.normalize import Moments, Normalizer
 from pql.data.replay import Replay
 from pql.data.sizes import ReplayLayout
@@ -60,7 +60,7 @@ class Wild(NoisyActor):
 def collected(env, fault=None, steps=STEPS_MADE):
     """A ring of ``steps`` steps, of which WARM are random, by a policy that acts on raw observations."""
     spec, size = env.spec, env.spec.num_envs
-    ring = Replay(ReplayLayout(spec.obs, 2, size, STEPS_MADE + 10, 1, spec.max_episode_steps), CPU)
+    ring = Replay(ReplayLayout(spec.obs, 2, size, STEPS_MADE + 10, 1, False), CPU)  # one row per step
     torch.manual_seed(0)
     noise = Exploration(ExploreConfig("mixed", 0.1, 0.6), size, 2, CPU)
     actor = Wild(nn.Linear(2, 2), lambda net, obs, gen: net(obs["policy"] / 10).tanh(), noise, spec)
@@ -78,7 +78,7 @@ def content(collector):
     """The ring's tensors as [rows, N, ...]."""
     (ring,) = collector.replays
     state = {f"obs.{k}": v for k, v in ring.obs.items()}
-    state |= {k: getattr(ring, k) for k in ("flags", "action", "reward", "final")}
+    state |= {k: getattr(ring, k) for k in ("flags", "action", "reward")}
     return {k: v.unflatten(0, (-1, ring.num_envs)) for k, v in state.items()}
 
 
@@ -103,7 +103,7 @@ def one_fault(seed):
             assert torch.equal(value[:t, i], expected[name][:t, i]), name
     flags, obs = found["flags"][:STEPS_MADE, i], found["obs.policy"]
     assert torch.equal(obs[: t + 1], expected["obs.policy"][: t + 1])
-    assert flags[t] == NEXT_FIRST | FINAL_OK
+    assert flags[t] == NEXT_FIRST
     assert (flags & VALID > 0).sum() == STEPS_MADE - 1
     begun = bool(expected["flags"][t, i] & NEXT_FIRST)  # the simulator began an episode in this row itself
     episode = expected["obs.policy"][t, i, 0]

@@ -19,7 +19,7 @@ from pql.errors import ConfigError
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_windows_sum_clipped_rewards(n):
-    ring = Recorded(3, 40, 1, 9)
+    ring = Recorded(3, 40, 1)
     ring.replay.reward_clip = 1.5
     rng = random.Random(0)
     for _ in range(35):
@@ -34,7 +34,7 @@ def test_windows_sum_clipped_rewards(n):
 
 
 def test_negative_rewards_are_clipped_too():
-    ring = Recorded(1, 8, 1, None)
+    ring = Recorded(1, 8, 1)
     ring.insert(["step"])
     ring.replay.reward[0] = -7.0
     ring.replay.reward_clip = 1.0

@@ -16,6 +16,7 @@ from sampling import sample
 import pql
 from pql.cli.main import main
 from pql.config import leaves
+from pql.data.replay import converted
 from pql.run.resume import resume_config
 from pql.run.session import Session
 from pql.run.store import checkpoint
@@ -73,16 +74,17 @@ def test_a_resume_point_of_format_1_fills_the_replay_with_the_same_rows(tmp_path
     assert (facts["format"], "release" in facts) == (1, False)
     session = Session(resume_config(folder, ["budget.env_steps=164"]), resume=True, quiet=True)
     ring, old = session.parts.first.collector.replays[0], "collector/replay/0/"
-    assert (ring.rows, ring.finals, ring.num_envs) == (32, 7, 2)
-    assert torch.equal(ring.obs["policy"], stored[f"{old}obs.policy"])
-    for name in ("action", "reward", "flags", "final"):
+    assert (ring.rows, ring.num_envs) == (32, 2)
+    assert torch.equal(ring.obs["policy"], stored[f"{old}obs.policy"][:64])
+    for name in ("action", "reward"):
         assert torch.equal(getattr(ring, name), stored[old + name]), name
-    assert (ring.live.head.tolist(), ring.live.finals.tolist()) == ([80, 80], [11, 11])
+    assert torch.equal(ring.flags, converted(stored[f"{old}flags"]))
+    assert ring.live.head.tolist() == [80, 80]
     assert session.train().env_steps == 164
     tensors, facts = checkpoint.load(points(folder)[-1], ("resume",))
     assert (facts["format"], facts["release"], facts["counters"]["ticks"]) == (2, pql.__version__, 74)
     assert tensors[f"{old}obs.policy"].shape == (64, 4)
-    assert tensors[f"{old}final_obs.policy"].shape == (14, 4)
+    assert not any("final" in name for name in tensors)
 
 
 @pytest.mark.fault(15)

@@ -35,7 +35,7 @@ def test_stacks_equal_what_the_environment_showed(name, next_step, unequal):
 @pytest.mark.parametrize("kind", ["step", "terminate", "truncate", "life"])
 def test_a_restart_from_outside_cuts_the_stack(kind):
     """Also one before the first row; a lost life cuts nothing."""
-    ring = Recorded(2, 16, 1, 4, depth=4)
+    ring = Recorded(2, 20, 1, depth=4)
     ring.restart()
     for what in ("step", "step", kind, "step"):
         ring.insert([what] * 2)
@@ -45,7 +45,7 @@ def test_a_restart_from_outside_cuts_the_stack(kind):
         ring.seal()
         batch = ring.everything(2, 0.9)
         ring.check(batch, int(ring.cursor.lost), 2, 0.9)
-    blank = (batch.obs["stack"] == 0).flatten(2).all(2).sum(1)  # older frames than the episode
+    blank = (batch.obs["stack"][batch.mask > 0] == 0).flatten(2).all(2).sum(1)  # older frames than the episode
     both = [3, 2, 1, *((0,) if kind in ("step", "life") else (3,))]
     assert sorted(blank.tolist()) == sorted([*both, 3, 2, 1] * 2)
 
@@ -53,23 +53,24 @@ def test_a_restart_from_outside_cuts_the_stack(kind):
 @pytest.mark.parametrize("head", [5, 40])
 def test_frames_in_flight_are_never_read(head):
     """Cells without a row yet may hold anything; so may those that the writer takes next: a horizon's rows."""
-    ring = Recorded(2, 13, 3, None, depth=4)
+    ring, rows = Recorded(2, 20, 3, depth=4), 20
+    written = range(1, ring.replay.horizon + 1)
     for _ in range(head):
         ring.insert(["step"] * 2)
     ring.seal()
-    drawn = min(head, 13 - ring.replay.guard)
-    taken = [(head + i) % 13 * 2 + c for i in range(3 if head > 13 else 13 - head) for c in range(2)]
-    ahead = [cell + 2 for cell in taken] if head < 13 else [(head + i) % 13 * 2 + c for i in (1, 2, 3) for c in (0, 1)]
+    drawn = min(head, rows - ring.replay.guard)
+    steps = written if head > rows else range(1, rows - head + 1)
+    taken, ahead = ([(head + i - k) % rows * 2 + c for i in steps for c in (0, 1)] for k in (1, 0))
     for store in ring.replay.obs.values():
-        store[[cell for cell in ahead if cell < 26]] = 77  # the observation of row ``head`` itself is sealed
-    ring.replay.flags[taken] = 27
+        store[ahead if head > rows else ahead[:-2]] = 77  # the observation of row ``head`` itself is sealed
+    ring.replay.flags[taken] = 11
     batch = ring.everything(1, 0.9)
     assert batch.mask.sum() == 2 * drawn
     ring.check(batch, 0, 1, 0.9)
 
 
 def test_observation_only_rings_stack_too():
-    full, lean = (Recorded(3, 14, 2, 4, next_step=True, obs_only=lean, depth=4) for lean in (False, True))
+    full, lean = (Recorded(3, 14, 2, next_step=True, obs_only=lean, depth=4) for lean in (False, True))
     rng = random.Random(0)
     shown = Tally()
     for t in range(30):
@@ -79,7 +80,9 @@ def test_observation_only_rings_stack_too():
             ring.seal()
         views = [r.replay.sample_obs(r.cursor, 16, torch.Generator().manual_seed(t)) for r in (full, lean)]
         seen = full.shown()
-        for k, number in enumerate(views[0].obs["policy"][:, 0].long().tolist()):
+        assert torch.equal(views[0].mask, views[1].mask)
+        for k in views[0].mask.nonzero().flatten().tolist():
+            number = int(views[0].obs["policy"][k, 0])
             for view in views:
                 assert_shows(view.obs, k, number, seen)
             shown[seen[number].count(0)] += 1
@@ -87,7 +90,7 @@ def test_observation_only_rings_stack_too():
 
 
 def test_state_restores_in_place_and_continues_bit_for_bit():
-    one, two = Recorded(3, 16, 2, 4, depth=3), Recorded(3, 16, 2, 4, depth=3)
+    one, two = Recorded(3, 16, 2, depth=3), Recorded(3, 16, 2, depth=3)
     rng = random.Random(1)
     for _ in range(25):
         one.insert([rng.choice(KINDS) for _ in range(3)])
@@ -116,12 +119,12 @@ def filled(replay, steps):
 
 
 def test_discrete_actions_and_extras_are_kept_beside_their_row():
-    replay = filled(Replay(ReplayLayout({"policy": ObsSpec((2,))}, None, 3, 8, 1, None, extra=("q", "value")), CPU), 20)
+    replay = filled(Replay(ReplayLayout({"policy": ObsSpec((2,))}, None, 3, 8, 3, True, extra=("q", "value")), CPU), 20)
     assert (replay.action.dtype, replay.action.shape) == (torch.int64, (24,))
     batch = replay.sample(replay.live, 64, 2, 0.9, torch.Generator().manual_seed(0))
     row, column = batch.action // 10, batch.action % 10
     assert batch.action.dtype == torch.int64
-    assert set(row.tolist()) == set(range(14, 20))
+    assert set(row.tolist()) == set(range(16, 20))
     assert torch.equal(batch.index, row % 8 * 3 + column)
     assert torch.equal(replay.extra["q"][batch.index], row.float())
     assert torch.equal(replay.extra["value"][batch.index], -column.float())
@@ -129,12 +132,13 @@ def test_discrete_actions_and_extras_are_kept_beside_their_row():
 
 def test_extras_are_part_of_the_state_and_left_out_where_not_asked_for():
     specs = {"policy": ObsSpec((2,))}
-    one = filled(Replay(ReplayLayout(specs, None, 3, 8, 1, None, extra=("q", "value")), CPU), 5)
-    two = Replay(ReplayLayout(specs, None, 3, 8, 1, None, extra=("q", "value")), CPU)
+    one = filled(Replay(ReplayLayout(specs, None, 3, 8, 3, True, extra=("q", "value")), CPU), 5)
+    two = Replay(ReplayLayout(specs, None, 3, 8, 3, True, extra=("q", "value")), CPU)
     two.load_state_dict(one.state_dict())
-    assert torch.equal(two.extra["q"], one.extra["q"])
+    assert torch.equal(two.extra["q"][:15], one.extra["q"][:15])
+    assert one.extra["q"][15:18].isnan().all()  # what a filler row would have
     assert {"extra.q", "extra.value"} <= set(one.state_dict())
-    layout = ReplayLayout(specs, None, 3, 8, 1, None)
+    layout = ReplayLayout(specs, None, 3, 8, 3, True)
     for bare in (Replay(layout, CPU), Replay(layout, CPU, obs_only=True)):
         filled(bare, 5)
         assert not [k for k in bare.state_dict() if k.startswith("extra")]
@@ -144,8 +148,8 @@ def test_extras_are_part_of_the_state_and_left_out_where_not_asked_for():
 
 
 def test_a_million_frames_fit_in_7_2_gigabytes():
-    for num_envs, limit in ((1, 27_000), (32, 27_000), (256, 27_000), (1024, None)):
-        layout = ReplayLayout(ATARI, None, num_envs, 0, 4, limit, torch.float32, ("q", "value"))
+    for num_envs in (1, 32, 256, 1024):
+        layout = ReplayLayout(ATARI, None, num_envs, 0, 4, True, torch.float32, ("q", "value"))
         rows = preflight(layout, 1_000_000, int(7.2e9))
         need = replay_bytes(replace(layout, rows=rows))
         assert rows == 1_000_000 // num_envs
@@ -154,9 +158,9 @@ def test_a_million_frames_fit_in_7_2_gigabytes():
 
 @pytest.mark.parametrize(("depth", "size", "extra"), [(1, None, ("q",)), (4, None, ()), (3, 2, ("q", "value"))])
 def test_bytes_computed_are_bytes_allocated(depth, size, extra):
-    layout = ReplayLayout(specs(depth), size, 3, 20, 2, 7, torch.float16, extra)
+    layout = ReplayLayout(specs(depth), size, 3, 20, 2, True, torch.float16, extra)
     replay = Replay(layout, CPU)
-    tensors = [*replay.obs.values(), *replay.extra.values(), replay.flags, replay.action, replay.reward, replay.final]
+    tensors = [*replay.obs.values(), *replay.extra.values(), replay.flags, replay.action, replay.reward]
     assert sum(t.nbytes for t in tensors) == replay_bytes(layout)
 
 

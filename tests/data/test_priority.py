@@ -6,7 +6,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from histories import CPU
+from histories import CPU, stored
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -134,11 +134,11 @@ TestTreeMachine.settings = effort(30, 12)
 class History:
     """A ring with discrete actions and a list of all that was written, column by column."""
 
-    def __init__(self, num_envs=3, rows=24, horizon=2, n=3, limit=6, stack=1, **kwargs):
+    def __init__(self, num_envs=3, rows=24, horizon=2, n=3, stack=1, fillers=True, **kwargs):
         shape, extra = ((stack, 1) if stack > 1 else (1,)), ("q", "value") if kwargs.get("from_actor") else ()
-        specs = {"policy": ObsSpec(shape, stack=stack)}
-        self.ring = Replay(ReplayLayout(specs, None, num_envs, rows, horizon, limit, extra=extra), CPU)
-        self.shape, self.n, self.gamma, self.count = shape, n, 0.9, num_envs
+        specs, written = {"policy": ObsSpec(shape, stack=stack)}, 2 * horizon + 1 if fillers else horizon
+        self.ring = Replay(ReplayLayout(specs, None, num_envs, rows, written, fillers, extra=extra), CPU)
+        self.shape, self.n, self.gamma, self.count, self.fillers = shape, n, 0.9, num_envs, fillers
         rule = {"alpha": 0.6, "beta": 0.4, "beta_steps": None, "steps_per_tick": horizon * num_envs, **kwargs}
         from_actor = rule.pop("from_actor", False)
         self.ranked = Prioritized(self.ring, n, self.gamma, PriorityRule(**rule), from_actor)
@@ -164,7 +164,7 @@ class History:
                 cut & ~filler,
                 ends & ~filler,
                 self.obs(2),
-                torch.ones_like(over),
+                torch.full_like(over, self.fillers),  # without filler rows, final observations are lost
                 ~filler,
                 {},
             )
@@ -174,21 +174,11 @@ class History:
             action = torch.zeros(self.count, dtype=torch.int64)
             self.ring.insert(Acted(action, {"q": q, "value": value}) if self.ring.extra else action, step)
             for i in range(self.count):
-                self.events[i].append(
-                    Event(
-                        0,
-                        0.0,
-                        reward[i].item(),
-                        bool(step.terminated[i]),
-                        bool(step.truncated[i]),
-                        bool(step.first[i]),
-                        True,
-                        bool(step.valid[i]),
-                        1,
-                        2,
-                    )
-                )
-                self.told[i].append((q[i].item(), value[i].item()))
+                flags = (bool(f[i]) for f in (step.terminated, step.truncated, step.first))
+                event = Event(0, 0.0, reward[i].item(), *flags, self.fillers, bool(step.valid[i]), 1, 2)
+                self.events[i] += stored(event)
+                unknown = [(math.nan, math.nan)] * (len(stored(event)) - 1)  # no actor valued the final observation
+                self.told[i] += [(q[i].item(), value[i].item()), *unknown]
 
     def seal(self):
         for mine, live in zip(self.cursor.tensors(), self.ring.live.tensors(), strict=True):
@@ -199,8 +189,7 @@ class History:
         self.ranked.open(self.cursor, torch.tensor(scale))
 
     def window(self, row, i, head):
-        kept = self.ring.finals - self.ring.horizon
-        return n_step(self.events[i][:head], row, self.n, self.gamma, kept)
+        return n_step(self.events[i][:head], row, self.n, self.gamma)
 
     def expected(self):
         """Leaves of (row, column) that must be in the tree now, by brute force over the history."""
@@ -236,10 +225,10 @@ def test_exactly_the_complete_rows_that_nobody_may_overwrite_are_in_the_tree(hor
 def test_the_smallest_ring_is_the_first_whose_guard_band_is_never_drawn(horizon, n, stack):
     least = least_rows(horizon, n, guard=horizon + stack)
     with pytest.raises(ValueError, match=f"{least - 1} rows is too small for priorities: expected at least {least}"):
-        History(num_envs=2, horizon=horizon, n=n, stack=stack, rows=least - 1)
+        History(num_envs=2, horizon=horizon, n=n, stack=stack, fillers=False, rows=least - 1)
     with mock.patch.object(priority, "least_rows", return_value=0):
-        small = History(num_envs=2, horizon=horizon, n=n, stack=stack, rows=least - 1)
-    history = History(num_envs=2, horizon=horizon, n=n, stack=stack, rows=least)
+        small = History(num_envs=2, horizon=horizon, n=n, stack=stack, fillers=False, rows=least - 1)
+    history = History(num_envs=2, horizon=horizon, n=n, stack=stack, fillers=False, rows=least)
     inside = wrong = 0
     for _ in range(3 * least // horizon):
         for one in (history, small):
@@ -253,7 +242,7 @@ def test_the_smallest_ring_is_the_first_whose_guard_band_is_never_drawn(horizon,
 
 
 def test_recorded_rows_enter_before_the_first_tick():
-    history = History(num_envs=2, rows=200, horizon=2, limit=None)
+    history = History(num_envs=2, rows=200, horizon=2)
     history.write(300)
     history.ranked.begin(history.cursor)
     want = history.expected()
@@ -264,7 +253,7 @@ def test_recorded_rows_enter_before_the_first_tick():
 
 
 def test_columns_that_are_apart_enter_each_in_its_own_time():
-    history = History(num_envs=2, rows=20, n=2, horizon=2, limit=None)
+    history = History(num_envs=2, rows=20, n=2, horizon=2)
     step = Step(
         history.obs(1),
         torch.ones(2),
@@ -320,23 +309,17 @@ def test_a_new_row_begins_with_its_error_when_acted():
             if cell in seen:
                 continue
             window = history.window(row, i, len(history.events[i]))
-            m = 1
-            while not (e := history.events[i][row + m - 1]).terminated and not e.truncated and m < 3:
-                if not history.events[i][row + m].valid:
-                    break
-                m += 1
-            ended = history.events[i][row + m - 1]
-            if ended.truncated:
-                want = 1.0  # the value of the final observation is not known
-            else:
-                ahead = 0.0 if ended.terminated else window.discount * history.told[i][row + m][1]
-                want = abs(0.5 * window.reward + ahead - history.told[i][row][0])
+            ahead = 0.0
+            if window.discount > 0:
+                ahead = window.discount * history.told[i][row + round(math.log(window.discount, 0.9))][1]
+            want = abs(0.5 * window.reward + ahead - history.told[i][row][0])
+            want = 1.0 if math.isnan(want) else want  # no actor valued the final observation
             assert history.leaves()[cell] == pytest.approx(want + FLOOR, abs=1e-6)
         seen = {*history.expected()}
 
 
 def test_rows_that_no_network_acted_on_begin_with_the_largest():
-    history = History(from_actor=True, alpha=1.0, n=1, limit=None)
+    history = History(from_actor=True, alpha=1.0, n=1)
     history.write(2, told=(math.nan, math.nan))
     history.open()
     assert {round(v, 5) for v in history.leaves().values()} <= {round(1 + FLOOR, 5)}
@@ -353,7 +336,7 @@ def drawn(history, batches, size):
 
 @pytest.mark.parametrize(("size", "batches"), [(1, 2000), (7, 800), (64, 800)])
 def test_rows_are_drawn_in_proportion_to_their_priorities(size, batches):
-    history = History(rows=40, limit=None, alpha=1.0)
+    history = History(rows=40, alpha=1.0)
     history.write(36)
     history.open()
     history.ranked.begin(history.cursor)
@@ -367,7 +350,7 @@ def test_rows_are_drawn_in_proportion_to_their_priorities(size, batches):
 
 
 def test_uniform_priorities_draw_uniformly_the_last_rows_too():
-    history = History(rows=60, limit=None, alpha=1.0, num_envs=5)
+    history = History(rows=60, alpha=1.0, num_envs=5)
     history.write(50)
     history.open()
     history.ranked.begin(history.cursor)
@@ -394,7 +377,7 @@ def test_a_draw_is_the_window_that_the_ring_itself_would_give():
 
 
 def test_importance_weights_are_those_of_the_paper_over_the_batchs_largest():
-    history = History(rows=40, limit=None, alpha=0.8, beta=0.7)
+    history = History(rows=40, alpha=0.8, beta=0.7)
     history.write(36)
     history.ranked.begin(history.cursor)
     cells = torch.tensor(sorted(history.leaves()))

@@ -32,7 +32,7 @@ SMALL = {k: stored_spec(s, SIDE) for k, s in WHOLE.items()}
 
 
 def layout(groups, rows=14):
-    return ReplayLayout(groups, 1, N, rows, 1, 5)
+    return ReplayLayout(groups, 1, N, rows, 3, True)
 
 
 def observed(history, gen, begins):
@@ -124,7 +124,7 @@ def test_a_file_of_whole_images_or_of_reduced_ones_prefills_the_same_rows(tmp_pa
 
 def flattened(ring):
     """Transitions that end no episode, as other software records them."""
-    rows = torch.tensor([t for t in range(30) if t % 5 != 4]).repeat(N)
+    rows = torch.tensor([t for t in range(36) if t % 6 < 4]).repeat(N)  # without ends and their fillers
     columns, heads = torch.arange(N).repeat_interleave(24), ring.live.head[:1].expand(24 * N)
     batch = ring.windows(ring.live, rows, columns, heads, 1, 0.9)
     assert batch.mask.all()

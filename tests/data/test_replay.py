@@ -20,13 +20,13 @@ def test_windows_equal_the_oracle(name, next_step, unequal):
     rates, expected = SCENARIOS[name]
     kinds = sum((run_history(rates, seed, next_step, unequal) for seed in range(3)), Tally())
     ends = set(rates) - {"life", "restart", "cut"}
-    assert set(kinds) == expected | ({"filler"} if next_step and ends else set())
+    assert set(kinds) == expected | ({"filler"} if ends else set())
     assert kinds.total() > 400  # 40 of these: more than 20,000 windows
 
 
 def test_all_environments_time_out_at_once():
-    """Every row of final observations is full at the same moment, ticks and limits aligned, over several wraps."""
-    ring = Recorded(5, 20, 4, 4)
+    """Ticks and limits are aligned, over several wraps."""
+    ring = Recorded(5, 20, 4)
     finals = 0
     for t in range(1, 81):
         ring.insert(["truncate" if t % 4 == 0 else "step"] * 5)
@@ -34,34 +34,56 @@ def test_all_environments_time_out_at_once():
             ring.seal()
             kinds = ring.check(ring.everything(3, 0.9), int(ring.cursor.lost), 3, 0.9)
             finals += kinds["final"]
-            assert kinds["plain"] + kinds["final"] == kinds.total()
+            assert kinds["plain"] + kinds["final"] + kinds["filler"] == kinds.total()
     assert finals > 500
 
 
-def test_more_truncations_than_the_side_ring_holds():
-    """Every row is cut off: exactly the newest K - horizon keep their successor, per column; the rest is counted."""
-    ring = Recorded(3, 30, 2, 10)  # K = 3 + 2 + 1
-    for _ in range(50):
+@pytest.mark.parametrize("next_step", [False, True])
+def test_no_window_is_lost_where_every_row_is_cut_off(next_step):
+    """Whatever the simulator announced: half of the rows are then fillers, and all others bootstrap."""
+    ring = Recorded(3, 30, 2, next_step)
+    for _ in range(100 if next_step else 50):
         ring.insert(["truncate"] * 3)
     ring.seal()
     batch = ring.everything(2, 0.9)
-    kept = ring.replay.finals - 2
-    assert kept == 4
-    assert batch.mask.sum() == 3 * kept
-    assert ring.cursor.lost == batch.mask.numel() - 3 * kept
-    ring.check(batch, int(ring.cursor.lost), 2, 0.9)
+    assert ring.check(batch, 0, 2, 0.9) == {"final": batch.mask.numel() // 2, "filler": batch.mask.numel() // 2}
+    assert batch.mask.numel() >= 66
+
+
+@pytest.mark.parametrize("kind", ["terminate", "truncate", "forget", "lose", "life", "cut"])
+def test_the_successor_does_not_depend_on_the_autoreset_mode(kind):
+    """The same transitions give the same rows; a termination's final observation is not the next episode's first."""
+    rows = []
+    for next_step in (False, True):
+        ring = Recorded(2, 30, 1, next_step)
+        for what in ("step", kind, *["stall"][: next_step and kind in ("terminate", "truncate", "forget", "lose")]):
+            ring.insert([what] * 2)
+        ring.insert(["step"] * 2)
+        ring.seal()
+        batch = ring.everything(1, 0.9)
+        at = (batch.reward == 1 / 8).nonzero().flatten()  # the row that ends
+        rows.append([ring, batch, at])
+        assert batch.followed[at].tolist() == [float(kind not in ("forget", "lose"))] * 2
+        if kind not in ("forget", "lose"):
+            final = [events[1].final for events in ring.events]
+            assert torch.equal(batch.next_obs["policy"][at], ring.picture(final)["policy"])
+    (one, first, at), (two, second, also) = rows
+    if kind not in ("forget", "lose"):
+        for field in ("reward", "discount", "mask", "followed"):
+            assert torch.equal(getattr(first, field)[at], getattr(second, field)[also])
+        assert torch.equal(first.next_obs["policy"][at], second.next_obs["policy"][also])
 
 
 def test_rows_in_flight_are_never_read():
     """Rows that the writer is about to write may have any content; they must not even be multiplied by zero."""
-    ring = Recorded(3, 12, 2, None)
+    ring = Recorded(3, 16, 2)
     for _ in range(7):
         ring.insert(["step"] * 3)
     ring.seal()
     for stored, junk in (
         (ring.replay.reward, float("nan")),
         (ring.replay.action, float("nan")),
-        (ring.replay.flags, 31),
+        (ring.replay.flags, 15),
     ):
         stored[7 * 3 :] = junk
     kinds = ring.check(ring.everything(4, 0.9), int(ring.cursor.lost), 4, 0.9)
@@ -70,8 +92,8 @@ def test_rows_in_flight_are_never_read():
 
 @pytest.mark.parametrize("kind", ["step", "terminate", "truncate"])
 def test_a_restart_from_outside_ends_every_window(kind):
-    """No window crosses into the new episode; one that had an end or a final observation keeps it."""
-    ring = Recorded(2, 12, 1, 4)
+    """No window crosses into the new episode, and none is lost."""
+    ring = Recorded(2, 24, 1)
     ring.restart()  # also before the first row
     for what in ("step", "step", kind):
         ring.insert([what] * 2)
@@ -83,10 +105,10 @@ def test_a_restart_from_outside_ends_every_window(kind):
         lost = int(ring.cursor.lost)
         counts.append(int(batch.mask.sum()))
         kinds = ring.check(batch, lost, 2, 0.9)
-        assert kinds["dropped"] == (4 if kind == "step" else 0)
+        assert kinds["dropped"] == 0
         ring.insert(["step"] * 2)
         ring.seal()
-    assert counts == ([2, 4, 6] if kind == "step" else [6, 8, 10])
+    assert counts == [6, 8, 10]
 
 
 # --- the counter environment: the same targets whatever the simulator's autoreset mode ---
@@ -97,7 +119,8 @@ EPISODES = 6
 def counter_targets(env, n, gamma):
     """Multiset of all usable windows of the first episodes: (env, obs, action, reward, discount, next obs)."""
     steps, num_envs = 70, env.spec.num_envs
-    replay = Replay(ReplayLayout(env.spec.obs, 2, num_envs, steps + 3, 1, env.spec.max_episode_steps), CPU)
+    same = env.spec.autoreset == "same_step"
+    replay = Replay(ReplayLayout(env.spec.obs, 2, num_envs, 2 * steps + 3, 3, same), CPU)
     obs = env.reset(0)["policy"]
     replay.begin({"policy": obs})
     for _ in range(steps):
@@ -105,8 +128,9 @@ def counter_targets(env, n, gamma):
         step = env.step(action)
         replay.insert(action, step)
         obs = step.obs["policy"]
-    row, column = torch.cartesian_prod(torch.arange(steps), torch.arange(num_envs)).unbind(1)
     cursor = replay.live
+    pairs = [(row, i) for i, head in enumerate(cursor.head.tolist()) for row in range(head)]
+    row, column = torch.tensor(pairs).unbind(1)
     b = replay.windows(cursor, row, column, cursor.head[column], n, gamma)
     keep = (b.mask > 0) & (b.obs["policy"][:, 0] < EPISODES)
     fields = (column, b.obs["policy"], b.action, b.reward, b.discount, b.next_obs["policy"])

@@ -12,19 +12,20 @@ from hypothesis import strategies as st
 from oracles import chi_square_fits
 
 from pql.contract.env import ObsSpec
+from pql.data.flags import NEXT_FIRST, TERMINATED, TRUNCATED, VALID
 from pql.data.replay import Replay
 from pql.data.sizes import ReplayLayout, preflight, replay_bytes
 from pql.errors import ConfigError
 from pql.run.store.checkpoint import flatten, unflatten
 from pql.types import Step, split
 
-STORED = ("flags", "action", "reward", "final")
+STORED = ("flags", "action", "reward")
 
 # --- sampling ---
 
 
 def test_sampling_is_uniform_in_every_column_and_stays_inside():
-    ring = Recorded(3, 24, 2, None)
+    ring = Recorded(3, 24, 2)
     for t in range(100):
         who = [i for i, end in enumerate((5, 20, 100)) if t < end]
         ring.insert(["step"] * len(who), who)
@@ -32,7 +33,7 @@ def test_sampling_is_uniform_in_every_column_and_stays_inside():
     row, column, head = ring.replay.draw(ring.cursor, 60_000, torch.Generator().manual_seed(0))
     assert torch.equal(head, ring.cursor.head[column])
     assert chi_square_fits(column.bincount(minlength=3).tolist(), [20_000] * 3)
-    for i, (low, high) in enumerate([(0, 5), (0, 20), (79, 100)]):  # 24 rows less horizon + 1: 21 at most
+    for i, (low, high) in enumerate([(0, 5), (2, 20), (82, 100)]):  # 24 rows less guard: 18 at most
         drawn = row[column == i]
         assert (int(drawn.min()), int(drawn.max())) == (low, high - 1)
         counts = (drawn - low).bincount(minlength=high - low)
@@ -41,7 +42,7 @@ def test_sampling_is_uniform_in_every_column_and_stays_inside():
 
 def test_rows_of_a_huge_ring_are_drawn_to_the_last_bit():
     """A float32 uniform would reach one row in 16 of these only."""
-    ring = Recorded(2, 8, 1, None)
+    ring = Recorded(2, 8, 1)
     ring.replay.rows = 2**28 + 2
     ring.cursor.head.fill_(2**29)
     row, _, _ = ring.replay.draw(ring.cursor, 4096, torch.Generator().manual_seed(0))
@@ -52,7 +53,7 @@ def test_rows_of_a_huge_ring_are_drawn_to_the_last_bit():
 
 
 def test_an_empty_ring_gives_masked_rows():
-    ring = Recorded(2, 8, 2, 4)
+    ring = Recorded(2, 8, 2)
     gen = torch.Generator().manual_seed(0)
     batch = ring.replay.sample(ring.cursor, 8, 3, 0.9, gen)
     assert batch.mask.sum() == 0
@@ -61,7 +62,7 @@ def test_an_empty_ring_gives_masked_rows():
 
 
 def test_one_large_batch_splits_into_its_parts():
-    ring = Recorded(3, 24, 2, None)
+    ring = Recorded(3, 24, 2)
     for _ in range(20):
         ring.insert(["step"] * 3)
     ring.seal()
@@ -77,7 +78,7 @@ def test_one_large_batch_splits_into_its_parts():
 
 
 def test_observation_only_ring_equals_the_full_one_and_masks_fillers():
-    full, lean = Recorded(3, 12, 2, 4, next_step=True), Recorded(3, 12, 2, 4, next_step=True, obs_only=True)
+    full, lean = Recorded(3, 12, 2, next_step=True), Recorded(3, 12, 2, next_step=True, obs_only=True)
     rng, seen = random.Random(0), Tally()
     for t in range(40):
         kinds = [rng.choice(("step", "step", "truncate", "terminate")) for _ in range(3)]
@@ -94,7 +95,7 @@ def test_observation_only_ring_equals_the_full_one_and_masks_fillers():
             assert one.mask[k].item() == float(valid)
             seen[valid] += 1
     assert min(seen[True], seen[False]) > 100
-    assert set(lean.replay.state_dict()) == {"obs.policy", "obs.frame", "flags", "head", "finals"}
+    assert set(lean.replay.state_dict()) == {"obs.policy", "obs.frame", "flags", "head"}
 
 
 # --- memory ---
@@ -103,7 +104,7 @@ def test_observation_only_ring_equals_the_full_one_and_masks_fillers():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_storage_keeps_its_precision_and_bytes_stay_bytes(dtype):
     specs = {"policy": ObsSpec((4,)), "frame": ObsSpec((2, 2), torch.uint8)}
-    replay = Replay(ReplayLayout(specs, 2, 3, 12, 1, 5, dtype), CPU)
+    replay = Replay(ReplayLayout(specs, 2, 3, 12, 1, True, dtype), CPU)
     gen = torch.Generator().manual_seed(0)
     off, on = torch.zeros(3, dtype=torch.bool), torch.ones(3, dtype=torch.bool)
 
@@ -115,7 +116,7 @@ def test_storage_keeps_its_precision_and_bytes_stay_bytes(dtype):
     replay.begin(first)
     replay.insert(torch.zeros(3, 2), Step(second, torch.zeros(3), off, on, on, final, on, on, {}))
     head = replay.live.head
-    batch = replay.windows(replay.live, head - 1, torch.arange(3), head, 1, 0.9)
+    batch = replay.windows(replay.live, head - 2, torch.arange(3), head, 1, 0.9)
     for seen, put in ((batch.obs, first), (batch.next_obs, final)):
         assert seen["policy"].dtype == torch.float32
         assert torch.equal(seen["policy"], put["policy"].to(dtype).float())
@@ -129,7 +130,7 @@ SIZES = st.tuples(
     st.integers(1, 6),
     st.integers(1, 7),
     st.integers(1, 3),
-    st.sampled_from([None, 1, 7, 30]),
+    st.booleans(),
     st.sampled_from([torch.float32, torch.float16]),
 )
 
@@ -141,8 +142,8 @@ def spec_of(groups):
 @settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @given(sizes=SIZES, rows=st.integers(4, 50))
 def test_bytes_computed_are_bytes_allocated(sizes, rows):
-    groups, action, num_envs, horizon, limit, dtype = sizes
-    layout = ReplayLayout(spec_of(groups), action, num_envs, rows, horizon, limit, dtype)
+    groups, action, num_envs, horizon, fillers, dtype = sizes
+    layout = ReplayLayout(spec_of(groups), action, num_envs, rows, horizon, fillers, dtype)
     replay = Replay(layout, CPU)
     tensors = [*replay.obs.values(), *(getattr(replay, name) for name in STORED)]
     assert sum(t.nbytes for t in tensors) == replay_bytes(layout)
@@ -151,13 +152,14 @@ def test_bytes_computed_are_bytes_allocated(sizes, rows):
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(sizes=SIZES, rows=st.integers(10, 10**7), share=st.floats(0.01, 0.999))
 def test_preflight_names_the_largest_capacity_that_fits(sizes, rows, share):
-    groups, action, num_envs, horizon, limit, dtype = sizes
+    groups, action, num_envs, horizon, fillers, dtype = sizes
 
     def size(rows):
-        return replay_bytes(ReplayLayout(spec_of(groups), action, num_envs, rows, horizon, limit, dtype))
+        return replay_bytes(ReplayLayout(spec_of(groups), action, num_envs, rows, horizon, fillers, dtype))
 
     def ask(capacity, available):
-        return preflight(ReplayLayout(spec_of(groups), action, num_envs, 0, horizon, limit, dtype), capacity, available)
+        layout = ReplayLayout(spec_of(groups), action, num_envs, 0, horizon, fillers, dtype)
+        return preflight(layout, capacity, available)
 
     need = size(rows)
     assert ask(rows * num_envs + num_envs - 1, need) == rows  # a capacity rounds down to whole rows
@@ -179,7 +181,7 @@ def test_preflight_names_the_largest_capacity_that_fits(sizes, rows, share):
 
 
 def test_state_restores_in_place_and_continues_bit_for_bit():
-    one, two = Recorded(3, 12, 2, 4), Recorded(3, 12, 2, 4)
+    one, two = Recorded(3, 12, 2), Recorded(3, 12, 2)
     rng = random.Random(1)
     plan = [[rng.choice(("step", "step", "truncate", "terminate")) for _ in range(3)] for _ in range(40)]
     for kinds in plan[:20]:
@@ -189,37 +191,32 @@ def test_state_restores_in_place_and_continues_bit_for_bit():
     two.sims, two.events = one.sims, one.events
     after = {k: t.data_ptr() for k, t in two.replay.state_dict().items()}
     assert after == addresses
-    assert {"obs.policy", "obs.frame", "final_obs.policy", "reward", "head"} <= set(after)
+    assert {"obs.policy", "obs.frame", "reward", "head"} <= set(after)
     for kinds in plan[20:]:
         for ring in (one, two):
             ring.seal()
         batches = [r.replay.sample(r.cursor, 32, 3, 0.9, torch.Generator().manual_seed(5)) for r in (one, two)]
         assert batches[0].mask.sum() > 0
         assert_same(*batches)
-        start = [s.now for s in one.sims]
         one.insert(kinds)
-        step = stack([events[-1] for events in one.events])
-        assert [e[-1].obs for e in one.events] == start
-        two.replay.insert(*step)
+        two.replay.insert(*stack(one.newest))
 
 
 def test_state_is_the_rows_in_use_and_no_more():
-    ring = Recorded(3, 100, 2, 4)
+    ring = Recorded(3, 100, 2)
     sizes = []
     for count in range(120):
         sizes.append({k: len(v) // 3 for k, v in ring.replay.state_dict().items()})
         ring.insert(["truncate" if count % 4 == 3 else "step"] * 3)
-    kept = ring.replay.finals
-    for head, size in enumerate(sizes):
-        assert (size["head"], size["finals"]) == (1, 1)
-        assert {size[k] for k in size if k in ("flags", "obs.frame", "action")} == {min(head + 2, 100)}
-        assert size["final_obs.policy"] == min(head // 4 + 1, kept) < 100
+    for step, size in enumerate(sizes):
+        assert size.pop("head") == 1
+        assert {*size.values()} == {min(step + step // 4 + 2, 100)}
 
 
 def copied(ring: Replay) -> Replay:
     """Restore a ring as a checkpoint does: a new one, filled from a flat copy of its state."""
     flat = {k: v.clone() for k, v in flatten({"ring": ring.state_dict()}).items()}
-    fresh = Recorded(ring.num_envs, ring.rows, ring.horizon, 4, depth=max(ring.stacks.values())).replay
+    fresh = Recorded(ring.num_envs, ring.rows, ring.horizon // 2, depth=max(ring.stacks.values())).replay
     fresh.load_state_dict(unflatten(flat, {"ring": fresh.state_dict()})["ring"])
     return fresh
 
@@ -229,7 +226,7 @@ def copied(ring: Replay) -> Replay:
 def test_a_restored_ring_holds_the_same_bits_however_full_it_was(depth, apart):
     """All that was ever written is restored: what the first writes later, the second does, to the last bit."""
     rng = random.Random(0)
-    one = Recorded(3, 16, 2, 4, depth=depth)
+    one = Recorded(3, 16, 2, depth=depth)
     for _ in range(40):
         two = copied(one.replay)
         assert all(torch.equal(v, getattr(two, k)) for k, v in vars(one.replay).items() if k in STORED)
@@ -241,7 +238,7 @@ def test_a_restored_ring_holds_the_same_bits_however_full_it_was(depth, apart):
 
 def test_what_was_written_for_an_answer_yet_to_come_is_kept():
     """It lies above the head: unread, but part of what an uninterrupted run saves when its rows have grown past it."""
-    ring = Recorded(2, 12, 2, 4)
+    ring = Recorded(2, 12, 2)
     for _ in range(3):
         ring.insert(["step"] * 2)
     action, step = stack([sim.event("step", 5.0) for sim in ring.sims])
@@ -249,24 +246,27 @@ def test_what_was_written_for_an_answer_yet_to_come_is_kept():
     assert torch.equal(copied(ring.replay).obs["policy"], ring.replay.obs["policy"])
 
 
-def older(ring: Replay) -> dict[str, torch.Tensor]:
-    """The state of a ring as format 1 has it: every tensor in full."""
-    whole = {f"obs.{k}": v for k, v in ring.obs.items()} | {k: getattr(ring, k) for k in STORED}
-    return whole | {"head": ring.live.head, "finals": ring.live.finals}
-
-
-@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("behind", [False, True])
 @pytest.mark.fault(15)
-def test_the_full_state_of_an_older_release_is_taken(depth):
-    one, two = (Recorded(3, 16, 2, 4, depth=depth).replay for _ in range(2))
-    ring = Recorded(3, 16, 2, 4, depth=depth)
-    for kinds in (["truncate"] * 3, ["step"] * 3) * 7:
-        ring.insert(kinds)
-    one = ring.replay
-    flat = {k: v.clone() for k, v in flatten({"ring": older(one)}).items()}
-    two.load_state_dict(unflatten(flat, {"ring": two.state_dict()})["ring"])
-    assert all(torch.equal(a, b) for a, b in zip(older(one).values(), older(two).values(), strict=True))
-    assert one.live.finals.tolist() == [7] * 3
+def test_a_ring_of_an_older_release_is_taken(behind):
+    """It had a bit for known final observations, which were kept apart from the rows (0.1: ``behind`` them)."""
+    ring = Recorded(1, 12, 1, next_step=True).replay
+    known, rows = 16, [VALID, VALID | TRUNCATED, VALID | TERMINATED, VALID | TRUNCATED | NEXT_FIRST]
+    flags = [f | known for f in rows] + [VALID | TRUNCATED, VALID | TERMINATED]  # these two lost theirs
+    state = {k: v.clone() for k, v in ring.state_dict().items()}
+    state = {k: torch.arange(6).view(6, *[1] * (v.dim() - 1)).expand(6, *v.shape[1:]).to(v) for k, v in state.items()}
+    state |= {"flags": torch.tensor(flags, dtype=torch.uint8), "head": torch.tensor([6])}
+    if behind:
+        state["obs.policy"] = torch.cat((state["obs.policy"], torch.full((11, 2), 99.0)))
+    ring.load_state_dict(state)
+    last = [VALID | TRUNCATED | NEXT_FIRST, VALID | TERMINATED | NEXT_FIRST]
+    assert ring.flags[:6].tolist() == [*rows, *last]
+    batch = ring.windows(ring.live, torch.arange(6), torch.zeros(6, dtype=torch.int64), torch.full((6,), 6), 1, 0.9)
+    assert batch.mask.tolist() == [1, 1, 1, 0, 0, 1]
+    assert batch.followed.tolist() == [1, 1, 1, 0, 0, 0]
+    assert batch.next_obs["policy"][:3, 0].tolist() == [1, 2, 3]
+    assert ring.live.lost == 2
+    assert not (ring.obs["policy"] == 99).any() or behind
 
 
 @pytest.mark.parametrize(
@@ -274,19 +274,19 @@ def test_the_full_state_of_an_older_release_is_taken(depth):
     [
         (
             lambda s: s | {"reward": s["reward"][:9]},
-            "checkpoint=reward: expected 12 to 36 rows, from this run's settings",
+            "checkpoint=reward: expected 24 to 36 rows, from this run's settings",
         ),
-        (lambda s: s | {"flags": s["flags"].repeat(20)}, "checkpoint=flags: expected 12 to 36 rows, .*, not 360"),
+        (lambda s: s | {"flags": s["flags"].repeat(20)}, "checkpoint=flags: expected 24 to 36 rows, .*, not 600"),
         (
-            lambda s: s | {"final_obs.policy": s["final_obs.policy"][:0]},
-            "final_obs.policy: expected 12 to 18 rows",
+            lambda s: s | {"obs.policy": s["obs.policy"][:0]},
+            "obs.policy: expected 24 to 36 rows",
         ),
         (lambda s: s | {"head": s["head"][:1]}, "checkpoint=head: expected 3 to 3 rows"),
     ],
 )
 def test_rows_that_do_not_fit_the_ring_or_its_positions_are_refused(change, message):
-    ring = Recorded(3, 12, 2, 4)
+    ring = Recorded(3, 12, 2)
     for _ in range(4):
         ring.insert(["truncate"] * 3)
     with pytest.raises(ConfigError, match=message):
-        Recorded(3, 12, 2, 4).replay.load_state_dict(change(dict(ring.replay.state_dict())))
+        Recorded(3, 12, 2).replay.load_state_dict(change(dict(ring.replay.state_dict())))

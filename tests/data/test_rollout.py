@@ -11,14 +11,15 @@ from oracles import known_end, lambda_return
 from pql.contract.env import Box, Discrete, EnvSpec
 from pql.data.normalize import Normalizer
 from pql.data.returns import backward_scan, gae, lambda_returns, valued_rows
-from pql.data.rollout import PolicyOutput, Rollout, minibatches, permutations, rollout_bytes, rollout_final_rows
+from pql.data.rollout import PolicyOutput, Rollout, minibatches, permutations, rollout_bytes
 from pql.types import Memory
 
 KINDS = ("go", "go", "go", "terminate", "truncate", "lose", "forget", "life", "cut", "restart", "stall")
 
 
-def make_rollout(num_envs, horizon, limit, normalize=False, carry=0):
-    spec = EnvSpec("made up", num_envs, SPECS, Box(1), CPU, max_episode_steps=limit)
+def make_rollout(num_envs, horizon, next_step=False, normalize=False, carry=0):
+    mode = "next_step" if next_step else "same_step"
+    spec = EnvSpec("made up", num_envs, SPECS, Box(1), CPU, max_episode_steps=50, autoreset=mode)
     norm = Normalizer(SPECS, num_envs, CPU, normalize, reward_scale=0.5)
     return Rollout(spec, norm, horizon, 2, CPU, carry), norm
 
@@ -48,13 +49,10 @@ def read(rollout):
 
 
 @pytest.mark.parametrize("next_step", [False, True])
-@pytest.mark.parametrize("limit", [None, 4])  # 4: places for four final observations, of up to eleven
 @pytest.mark.parametrize("lam", [0.0, 0.9, 1.0])
-def test_advantages_and_returns_are_the_definitions(next_step, limit, lam):
-    horizon, n, gamma, rng = 11, 40, 0.9, random.Random(f"{next_step}{limit}{lam}")
-    rollout, _ = make_rollout(n, horizon, limit)
-    kept = rollout_final_rows(horizon, limit)
-    assert kept == (11 if limit is None else 4)
+def test_advantages_and_returns_are_the_definitions(next_step, lam):
+    horizon, n, gamma, rng = 11, 40, 0.9, random.Random(f"{next_step}{lam}")
+    rollout, _ = make_rollout(n, horizon, next_step)
     sims = [Column(i, next_step) for i in range(n)]
     seen = {"masked": 0, "lost": 0, "final": 0, "terminated": 0, "plain": 0}
     for _ in range(2):  # the second segment starts in the middle of episodes, on storage that was used
@@ -66,8 +64,8 @@ def test_advantages_and_returns_are_the_definitions(next_step, limit, lam):
         for i, column in enumerate(events):
             for t, e in enumerate(column):
                 scaled = [x._replace(reward=0.5 * x.reward) for x in column]
-                a, g = (f(scaled, t, value_of, gamma, lam, kept) for f in (gae_oracle, lambda_return))
-                assert segment.mask[t, i] == float(a is not None) == float(known_end(column, t, kept))
+                a, g = (f(scaled, t, value_of, gamma, lam) for f in (gae_oracle, lambda_return))
+                assert segment.mask[t, i] == float(a is not None) == float(known_end(column, t))
                 gone = e.valid and e.truncated and not e.terminated and a is None
                 lost += gone
                 if a is None:
@@ -94,7 +92,7 @@ def test_a_scan_is_its_recursion():
 
 def test_each_final_observation_knows_its_row():
     rng = random.Random(1)
-    rollout, _ = make_rollout(30, 9, None)
+    rollout, _ = make_rollout(30, 9)
     events = record(rollout, [Column(i, False) for i in range(30)], 9, rng)
     segment = rollout.segment()
     checked = 0
@@ -103,13 +101,14 @@ def test_each_final_observation_knows_its_row():
             if e.valid and e.truncated and not e.terminated:
                 place = int(segment.successor[t, i])
                 assert segment.obs["policy"][place, i, 0] == e.final
-                assert segment.final_row[place - 10, i] == t
-                checked += 1
-    assert checked > 40
+                if e.first:
+                    assert segment.final_row[place - 10, i] == t
+                    checked += 1
+    assert checked > 30
 
 
 def test_statistics_are_those_that_were_frozen_when_the_segment_began():
-    rollout, norm = make_rollout(4, 3, None, normalize=True)
+    rollout, norm = make_rollout(4, 3, normalize=True)
     sims = [Column(i, False) for i in range(4)]
     norm.observe(picture([10, 20, 30, 40]))
     norm.freeze()
@@ -124,7 +123,7 @@ def test_statistics_are_those_that_were_frozen_when_the_segment_began():
 
 
 def test_memory_is_what_the_segment_began_with():
-    rollout, _ = make_rollout(2, 3, None, carry=4)
+    rollout, _ = make_rollout(2, 3, carry=4)
     carry, fresh = torch.arange(8.0).view(2, 4), torch.tensor([True, False])
     rollout.open(picture([1, 2]), Memory(carry, fresh))
     carry.zero_()
@@ -134,16 +133,24 @@ def test_memory_is_what_the_segment_began_with():
 
 
 def test_uint8_frames_stay_uint8():
-    rollout, _ = make_rollout(3, 2, None, normalize=True)
+    rollout, _ = make_rollout(3, 2, normalize=True)
     record(rollout, [Column(i, False) for i in range(3)], 2, random.Random(0))
     assert rollout.segment().obs["frame"].dtype == torch.uint8
 
 
-@pytest.mark.parametrize(
-    ("horizon", "limit", "places"), [(16, None, 16), (16, 1000, 2), (16, 5, 5), (16, 1, 16), (2, 9, 2)]
-)
-def test_places_for_final_observations(horizon, limit, places):
-    assert rollout_final_rows(horizon, limit) == places
+def test_a_segment_has_no_copy_of_final_observations_that_its_rows_have():
+    assert [make_rollout(2, 16, next_step)[0].finals for next_step in (False, True)] == [16, 0]
+
+
+@pytest.mark.parametrize("saved", [3, 9])
+def test_a_segment_of_an_older_release_is_taken(saved):
+    """It had room for fewer final observations, or for some with next-step autoreset."""
+    rollout, _ = make_rollout(2, 4, next_step=saved == 9)
+    store, old = rollout.obs["policy"], torch.arange(2.0 * (4 + 1 + saved + 1)).repeat_interleave(2).view(-1, 2)
+    rollout.restore(store, old)
+    rows = min(len(store), len(old))
+    assert torch.equal(store[:rows], old[:rows])
+    assert not store[rows:].any()
 
 
 @pytest.mark.parametrize("action", [Box(3), Discrete(4)])

@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from histories import ENDS, SCENARIOS, Fate, Recorded, assert_shows, stack
+from histories import ENDS, SCENARIOS, Fate, Recorded, assert_shows, stack, stored
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from machines import effort
@@ -13,7 +13,7 @@ from oracles import n_step
 from sampling import sample
 
 from pql.data.priority import PriorityRule
-from pql.data.sequences import RankedSequences, Sequences, Span, States, finals_within, mixed
+from pql.data.sequences import RankedSequences, Sequences, Span, States, mixed
 from pql.types import Acted
 
 GAMMA = 0.9
@@ -22,14 +22,14 @@ GAMMA = 0.9
 class Remembering(Recorded):
     """A ring with stored states. Every row's state is unique: its column and its row."""
 
-    def __init__(self, num_envs, periods, horizon, limit, shape, next_step=False, depth=1):
+    def __init__(self, num_envs, periods, horizon, shape, next_step=False, depth=1):
         self.burn, self.length, self.n, self.period = shape
-        super().__init__(num_envs, periods * self.period, horizon, limit, next_step, depth=depth)
-        self.given = (num_envs, periods, horizon, limit, shape, next_step, depth)
+        super().__init__(num_envs, periods * self.period, horizon, next_step, depth=depth)
+        self.given = (num_envs, periods, horizon, shape, next_step, depth)
         self.replay.extra = {k: torch.zeros(self.replay.flags.shape) for k in ("q", "value")}
         self.told: dict[tuple[int, int], tuple[float, float]] = {}  # (row, column) -> q and value when acted
         self.states = States(self.replay, 2, self.period)
-        self.sequences = Sequences(self.states, Span(self.burn, self.length, self.n), GAMMA, limit)
+        self.sequences = Sequences(self.states, Span(self.burn, self.length, self.n), GAMMA)
 
     def insert(self, kinds, columns=None):
         columns = list(range(len(self.sims))) if columns is None else columns
@@ -40,7 +40,9 @@ class Remembering(Recorded):
             q.fill_(torch.nan)
         self.told |= {(len(self.events[i]), i): (v, 3 - v) for i, v in zip(columns, q.tolist(), strict=True)}
         for i, event in zip(columns, new, strict=True):
-            self.events[i].append(event)
+            self.events[i] += stored(event)
+            if len(stored(event)) == 2:  # no actor valued the final observation
+                self.told[len(self.events[i]) - 1, i] = (math.nan, math.nan)
         action, step = stack(new, self.shown())
         for store in (self.states, self.replay):
             store.insert(Acted(action, {"carry": carry, "q": q, "value": 3 - q}), step, torch.tensor(columns))
@@ -66,7 +68,8 @@ class Remembering(Recorded):
 
     def check_sequence(self, seq, b, start, i, tally):
         events, size = self.events[i], self.burn + self.length + self.n
-        assert seq.carry[b].tolist() == [i, start]
+        if events[start].valid:  # a filler row needs no state: it is the last of its episode
+            assert seq.carry[b].tolist() == [i, start]
         for t in range(size):
             self.shows({k: v[t] for k, v in seq.obs.items()}, b, events[start + t].obs)
             assert bool(seq.first[t, b]) == events[start + t].first
@@ -74,31 +77,22 @@ class Remembering(Recorded):
             self.check_row(seq, b, events, start + self.burn + t, t, tally)
 
     def check_row(self, seq, b, events, row, t, tally):
-        kept = self.replay.finals - self.replay.horizon
-        want = n_step(events, row, self.n, GAMMA, kept)
-        assert seq.action[t, b] == events[row].action
-        if want.mask and not seq.mask[t, b]:  # more time limits than there is room for
-            ends = [e.truncated and e.valid for e in events[row - t : row + self.n]]
-            assert sum(ends) > self.sequences.finals
-            tally["full"] += 1
-            return
+        want = n_step(events, row, self.n, GAMMA)
+        assert seq.action[t, b] == events[row].action or not events[row].valid
         assert bool(seq.mask[t, b]) == want.mask
         if not want.mask:
             tally["lost" if want.lost else "dropped"] += 1
             return
         assert seq.reward[t, b].item() == pytest.approx(want.reward, rel=1e-6, abs=1e-5)
         assert seq.discount[t, b].item() == pytest.approx(want.discount, rel=1e-6)
-        if want.next_obs is None:
+        if want.discount == 0:
             tally["terminated"] += 1
             return
         after = int(seq.successor[t, b])
         self.shows({k: v[self.burn + after] for k, v in seq.obs.items()}, b, want.next_obs)
-        place = after - (self.length + self.n)
-        tally["final" if place >= 0 else "plain"] += 1
-        if place >= 0:  # evaluated with the recurrent state after its row
-            last = row - t + int(seq.final_row[place, b])
-            assert events[last].final == want.next_obs
-            assert events[last].truncated
+        last = row - t + after - 1
+        tally["final" if events[last].truncated else "plain"] += 1
+        assert not seq.first[self.burn + after - 1, b]  # evaluated with the recurrent state after its row
 
     def shows(self, obs, b, number):
         assert_shows(obs, b, number, self.shown())
@@ -111,8 +105,8 @@ def history(scenario, seed, next_step, unequal, depth=1):
     shape = (rng.randint(0, 5), rng.randint(period, 6), rng.randint(1, 4), period)
     horizon = rng.randint(1, 4)
     size = sum(shape[:3])
-    periods = -(-(size + horizon + depth + period) // period) + rng.randint(0, 5)
-    ring = Remembering(rng.randint(1, 3), periods, horizon, rates.get("limit"), shape, next_step, depth)
+    periods = -(-(size + 2 * horizon + 1 + depth + period) // period) + rng.randint(0, 5)
+    ring = Remembering(rng.randint(1, 3), periods, horizon, shape, next_step, depth)
     fate = Fate(rng, rates, len(ring.sims))
     for _ in range(3 * ring.replay.rows // horizon):
         for _ in range(horizon):
@@ -129,7 +123,7 @@ def history(scenario, seed, next_step, unequal, depth=1):
 )
 @pytest.mark.parametrize("scenario", ["truncations", "lost", "restarts", "lives", "cuts", "stalls", "everything"])
 def test_every_sequence_is_what_was_written(scenario, next_step, unequal, depth):
-    tally = dict.fromkeys(("plain", "final", "terminated", "dropped", "lost", "full"), 0)
+    tally = dict.fromkeys(("plain", "final", "terminated", "dropped", "lost"), 0)
     for seed in range(2):
         for ring, _, rng in history(scenario, 10 * seed + 1, next_step, unequal, depth):
             pairs = ring.offered()
@@ -138,11 +132,11 @@ def test_every_sequence_is_what_was_written(scenario, next_step, unequal, depth)
             if not pairs or rng.random() < 0.7:
                 continue
             some = rng.sample(pairs, min(3, len(pairs)))
-            before, dropped = int(ring.cursor.lost), tally["lost"] + tally["full"]
+            before, dropped = int(ring.cursor.lost), tally["lost"]
             seq = ring.read(some)
             for b, (start, i) in enumerate(some):
                 ring.check_sequence(seq, b, start, i, tally)
-            assert int(ring.cursor.lost) - before == tally["lost"] + tally["full"] - dropped
+            assert int(ring.cursor.lost) - before == tally["lost"] - dropped
     assert tally["plain"] > 20
     if scenario in ("truncations", "everything"):
         assert min(tally["final"], tally["terminated"]) > 5
@@ -154,10 +148,10 @@ def test_a_writer_that_runs_ahead_changes_nothing_that_may_be_read():
         if not pairs:
             continue
         before = ring.read(pairs)
-        for _ in range(ring.replay.horizon):
+        for _ in range(ring.horizon):
             ring.insert(fate.kinds(ring.sims, list(range(len(ring.sims)))))
         after = ring.read(pairs)
-        for name in ("first", "carry", "action", "reward", "discount", "successor", "mask", "final_row"):
+        for name in ("first", "carry", "action", "reward", "discount", "successor", "mask"):
             assert torch.equal(getattr(before, name), getattr(after, name)), name
         used = before.obs["policy"][: ring.sequences.size]
         assert torch.equal(used, after.obs["policy"][: ring.sequences.size])
@@ -165,7 +159,7 @@ def test_a_writer_that_runs_ahead_changes_nothing_that_may_be_read():
 
 
 def test_without_stored_states_a_sequence_begins_with_zeros():
-    ring = Remembering(2, 6, 1, None, (1, 4, 1, 4))
+    ring = Remembering(2, 6, 1, (1, 4, 1, 4))
     for _ in range(12):
         ring.insert(["step", "step"])
     ring.seal()
@@ -175,7 +169,7 @@ def test_without_stored_states_a_sequence_begins_with_zeros():
 
 
 def test_only_states_of_aligned_rows_are_kept():
-    ring = Remembering(2, 3, 1, None, (1, 4, 1, 4))
+    ring = Remembering(2, 3, 1, (1, 4, 1, 4))
     for _ in range(18):
         ring.insert(["step", "step"])
     kept = ring.states.state_dict()["carry"].view(3, 2, 2)
@@ -220,15 +214,12 @@ def test_a_priority_belongs_to_its_sequence_until_the_collector_needs_its_rows()
 def error_when_acted(ring, i, row, scale):
     """A row's TD error by the values that its actor stored; None where they do not give one."""
     events = ring.events[i]
-    want = n_step(events, row, ring.n, GAMMA, ring.replay.finals - ring.replay.horizon)
+    want = n_step(events, row, ring.n, GAMMA)
     q, ahead = ring.told[row, i][0], 0.0
     if not want.mask:
         return None
-    if want.next_obs is not None:
-        m = round(math.log(want.discount, GAMMA))
-        if events[row + m - 1].truncated:
-            return None  # the actor did not evaluate the final observation
-        ahead = ring.told[row + m, i][1]
+    if want.discount > 0:
+        ahead = ring.told[row + round(math.log(want.discount, GAMMA)), i][1]
     error = math.tanh(scale * want.reward + want.discount * ahead) - q
     return None if math.isnan(error) else abs(error)
 
@@ -256,7 +247,7 @@ def test_a_new_sequence_begins_with_its_errors_when_acted(unequal):
 
 
 def test_draws_are_in_proportion_and_weights_are_those_of_schaul():
-    ring = Remembering(2, 8, 1, None, (1, 4, 1, 4))
+    ring = Remembering(2, 8, 1, (1, 4, 1, 4))
     for _ in range(20):
         ring.insert(["step", "step"])
     ring.seal()
@@ -278,7 +269,7 @@ def test_draws_are_in_proportion_and_weights_are_those_of_schaul():
 
 
 def test_an_empty_array_gives_sequences_of_no_weight():
-    ring = Remembering(1, 8, 1, 3, (1, 4, 3, 4))
+    ring = Remembering(1, 8, 1, (1, 4, 3, 4))
     ranked = ranked_of(ring, target=lambda r, d, v: r + d * v)
     ranked.open(ring.cursor, torch.ones(()))
     seq = ranked.sample(ring.cursor, 3, torch.Generator().manual_seed(0))
@@ -292,19 +283,14 @@ def test_a_priority_mixes_the_largest_and_the_mean_error_of_the_rows_that_count(
     assert mixed(error, torch.zeros_like(mask), 0.9).tolist() == [0, 0]
 
 
-@pytest.mark.parametrize(("rows", "limit", "room"), [(10, None, 1), (10, 3, 5), (10, 1, 10), (84, 27_000, 2)])
-def test_room_for_final_observations(rows, limit, room):
-    assert finals_within(rows, limit) == room
-
-
 def test_the_ring_must_hold_whole_periods():
-    ring = Recorded(1, 10, 1, None)
+    ring = Recorded(1, 10, 1)
     with pytest.raises(AssertionError):
         States(ring.replay, 2, 4)
 
 
 def test_no_state_is_kept_where_no_answer_has_come():
-    ring = Remembering(2, 3, 1, None, (1, 4, 1, 4))
+    ring = Remembering(2, 3, 1, (1, 4, 1, 4))
     ring.insert(["step", "step"])
     before = ring.states.carry[:6].clone()
     action, step = stack([s.event("step", 0.0) for s in ring.sims])
@@ -327,14 +313,13 @@ class SequenceMachine(RuleBasedStateMachine):
         n=st.integers(1, 3),
         horizon=st.integers(1, 3),
         spare=st.integers(0, 3),
-        limit=st.sampled_from([None, 2, 5]),
         next_step=st.booleans(),
         depth=st.sampled_from([1, 1, 2]),
     )
-    def start(self, num_envs, period, burn, length, n, horizon, spare, limit, next_step, depth):
+    def start(self, num_envs, period, burn, length, n, horizon, spare, next_step, depth):
         shape = (burn, period + length, n, period)
-        periods = -(-(sum(shape) + horizon + depth) // period) + spare
-        self.ring = Remembering(num_envs, periods, horizon, limit, shape, next_step, depth)
+        periods = -(-(sum(shape) + 2 * horizon + 1 + depth) // period) + spare
+        self.ring = Remembering(num_envs, periods, horizon, shape, next_step, depth)
         self.ranked, self.truth, self.largest = ranked_of(self.ring), {}, (1 + 1e-6) ** 0.9
 
     @rule(
@@ -347,7 +332,7 @@ class SequenceMachine(RuleBasedStateMachine):
         ring = self.ring
         columns = [i for i in who if i < len(ring.sims)]
         for _ in range(ticks):
-            for _ in range(ring.replay.horizon if columns else 0):
+            for _ in range(ring.horizon if columns else 0):
                 ring.insert([kinds[i] for i in columns], columns)
             ring.seal()
             self.ranked.open(ring.cursor, torch.ones(()))
@@ -368,12 +353,12 @@ class SequenceMachine(RuleBasedStateMachine):
         assert {*pairs} == {*self.truth}
         if pairs:
             some = random.Random(seed).sample(sorted(pairs), min(2, len(pairs)))
-            tally = dict.fromkeys(("plain", "final", "terminated", "dropped", "lost", "full"), 0)
+            tally = dict.fromkeys(("plain", "final", "terminated", "dropped", "lost"), 0)
             before = int(self.ring.cursor.lost)
             seq = self.ring.read(some)
             for b, (start, i) in enumerate(some):
                 self.ring.check_sequence(seq, b, start, i, tally)
-            assert int(self.ring.cursor.lost) - before == tally["lost"] + tally["full"]
+            assert int(self.ring.cursor.lost) - before == tally["lost"]
 
     @rule(seed=st.integers(0, 99), error=st.floats(0, 3), counts=st.booleans())
     def draw_and_learn(self, seed, error, counts):

@@ -31,11 +31,8 @@ KINDS = ("step", "step", "step", "terminate", "truncate", "lose", "forget", "lif
 def clone(ring: Recorded, rows: int | None = None) -> Replay:
     """An empty ring of the same shape."""
     old = ring.replay
-    layout = ReplayLayout(SPECS, 1, old.num_envs, rows or old.rows, old.horizon, LIMIT)
+    layout = ReplayLayout(SPECS, 1, old.num_envs, rows or old.rows, old.horizon, old.fillers)
     return Replay(layout, CPU, obs_only=old.obs_only)
-
-
-LIMIT = 5
 
 
 def sealed(replay: Replay) -> Cursor:
@@ -51,41 +48,63 @@ def sample(replay: Replay, n: int) -> tuple[Batch, Cursor]:
 
 
 def test_the_file_holds_the_documented_columns_with_the_history_in_them(tmp_path):
-    ring = Recorded(2, 20, 1, LIMIT)
+    ring = Recorded(2, 20, 1)
     kinds = ["step", "truncate", "step", "terminate", "lose", "step"]
     for kind in kinds:
         ring.insert([kind, "step"])
     ring.insert(["step"], [1])
     transitions.save_replay(ring.replay, tmp_path / "ring.safetensors")
     data = load_file(tmp_path / "ring.safetensors")
-    assert data["length"].tolist() == [6, 7]
+    assert data["length"].tolist() == [8, 7]  # two fillers; what "lose" lost is lost
     assert {k: tuple(v.shape) for k, v in data.items()} == {
-        "obs.policy": (8, 2, 2),
-        "obs.frame": (8, 2, 1, 3),
-        "action": (7, 2, 1),
-        "reward": (7, 2),
-        "terminated": (7, 2),
-        "truncated": (7, 2),
-        "first": (7, 2),
-        "valid": (7, 2),
+        "obs.policy": (9, 2, 2),
+        "obs.frame": (9, 2, 1, 3),
+        "action": (8, 2, 1),
+        "reward": (8, 2),
+        "terminated": (8, 2),
+        "truncated": (8, 2),
+        "first": (8, 2),
+        "valid": (8, 2),
         "length": (2,),
-        "final_row": (1,),
-        "final_obs.policy": (1, 2),
-        "final_obs.frame": (1, 1, 3),
     }
     for i in range(2):
         events = ring.events[i]
         shown = picture([e.obs for e in events] + [events[-1].after])
         for k, v in shown.items():
             assert torch.equal(data[f"obs.{k}"][: len(events) + 1, i], v.to(data[f"obs.{k}"]))
-        for name in ("action", "reward", "terminated", "truncated", "first", "valid"):
+        for name in ("terminated", "truncated", "first", "valid"):
             assert data[name][: len(events), i].flatten().tolist() == [getattr(e, name) for e in events], name
-    assert data["final_row"].tolist() == [2]  # row 1 of column 0; what "lose" lost is lost
-    assert torch.equal(data["final_obs.policy"][0], picture([ring.events[0][1].final])["policy"][0])
+        for name in ("action", "reward"):
+            rows = [t for t, e in enumerate(events) if e.valid]
+            assert data[name][rows, i].flatten().tolist() == [getattr(events[t], name) for t in rows], name
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_final_observations_in_columns_of_their_own_become_filler_rows(tmp_path, older):
+    """As release 0.2 wrote them, which dropped rows without one, and as other software may."""
+    flags = {k: torch.zeros(4, 2, dtype=torch.bool) for k in ("terminated", "truncated", "first")}
+    flags["truncated"][1], flags["first"][1, 0], flags["terminated"][2, 1] = True, True, True
+    flags["first"][2, 1] = True
+    shown = torch.arange(10.0).view(5, 2)
+    columns = {f"obs.{k}": torch.stack([picture(row.long().tolist())[k] for row in shown]) for k in SPECS}
+    columns |= flags | {"action": torch.zeros(4, 2, 1), "reward": torch.arange(8.0).view(4, 2)}
+    columns |= {"final_row": torch.tensor([2, 5]), **{f"final_obs.{k}": v for k, v in picture([90, 91]).items()}}
+    save_file(columns, tmp_path / "rows", {"format": "pql-replay-1"} if older else None)
+    ring = clone(Recorded(2, 12, 1))
+    transitions.load_replay(ring, tmp_path / "rows")
+    assert ring.live.head.tolist() == [5, 5]
+    found = {}
+    for i in range(2):
+        row = torch.arange(5)
+        batch = ring.windows(sealed(ring), row, torch.full((5,), i), torch.full((5,), 5), 1, 0.5)
+        for k in batch.mask.nonzero().flatten().tolist():
+            found[int(batch.obs["policy"][k, 0])] = (batch.discount[k].item(), int(batch.next_obs["policy"][k, 0]))
+    want = {0: (0.5, 2), 1: (0.5, 3), 2: (0.5, 90), 3: (0.5, 5), 4: (0.5, 6), 5: (0.0, 91), 6: (0.5, 8), 7: (0.5, 9)}
+    assert found == {k: v for k, v in want.items() if not (older and k == 3)}  # its row did not say that it is known
 
 
 def test_a_smaller_ring_takes_the_newest_rows(tmp_path):
-    ring = Recorded(2, 40, 1, LIMIT)
+    ring = Recorded(2, 40, 1)
     for t in range(30):
         ring.insert(["truncate" if t % 4 == i else "step" for i in range(2)])
     transitions.save_replay(ring.replay, tmp_path / "ring.safetensors")
@@ -97,18 +116,19 @@ def test_a_smaller_ring_takes_the_newest_rows(tmp_path):
     for column in range(2):
         where = torch.full_like(row, column)
         got = small.windows(sealed(small), row, where, small.live.head[where], 3, 0.9)
-        want = ring.replay.windows(ring.cursor, row + 19, where, ring.cursor.head[where], 3, 0.9)
-        assert got.mask.sum() == 9
+        head = ring.cursor.head[where]
+        want = ring.replay.windows(ring.cursor, head - 11 + row, where, head, 3, 0.9)
+        assert got.mask.sum() == want.mask.sum() >= 6
         assert_same(want._replace(index=got.index), got)
 
 
 def test_observation_only_rings_load_too(tmp_path):
-    ring = Recorded(3, 12, 1, LIMIT, next_step=True)
+    ring = Recorded(3, 12, 1, next_step=True)
     rng = random.Random(1)
     for _ in range(20):
         ring.insert([rng.choice(KINDS) for _ in range(3)])
     transitions.save_replay(ring.replay, tmp_path / "ring.safetensors")
-    lean = Replay(ReplayLayout(SPECS, 1, 3, 12, 1, LIMIT), CPU, obs_only=True)
+    lean = Replay(ReplayLayout(SPECS, 1, 3, 12, 2, False), CPU, obs_only=True)
     transitions.load_replay(lean, tmp_path / "ring.safetensors")
     views = [r.sample_obs(sealed(r), 64, torch.Generator().manual_seed(0)) for r in (ring.replay, lean)]
     assert torch.equal(views[0].mask, views[1].mask)
@@ -134,8 +154,8 @@ class FakeCollector:
 
         self.env, self.device = Lead(num_envs, CPU), CPU
         self.replays = [
-            Replay(ReplayLayout(self.env.spec.obs, 1, num_envs, rows, 1, 50), CPU),
-            Replay(ReplayLayout(self.env.spec.obs, 1, num_envs, rows, 1, 50), CPU, obs_only=True),
+            Replay(ReplayLayout(self.env.spec.obs, 1, num_envs, rows, 3, True), CPU),
+            Replay(ReplayLayout(self.env.spec.obs, 1, num_envs, rows, 3, True), CPU, obs_only=True),
         ]
         self.normalizer = Normalizer(self.env.spec.obs, num_envs, CPU)
         self.obs = picture([-7] * num_envs)
@@ -236,7 +256,7 @@ def test_several_environments_share_the_data_and_the_newest_are_taken(tmp_path):
 @given(st.integers(0, 2**32), st.booleans())
 def test_a_saved_ring_prefills_any_number_of_environments(seed, next_step):
     rng = random.Random(seed)
-    ring = Recorded(3, 30, 1, LIMIT, next_step=next_step)
+    ring = Recorded(3, 30, 1, next_step=next_step)
     for _ in range(20):
         ring.insert([rng.choice(KINDS) for _ in range(3)])
     collector = FakeCollector(2, 60)
@@ -267,8 +287,8 @@ def test_a_run_saves_its_replay_and_another_starts_with_it(tmp_path, capsys):
     more = ("task.kwargs.max_episode_steps=7",)
     assert main(["train", *words(first, *more, "replay.save=true")]) == 0
     data = load_file(first / "replay.safetensors")
-    assert data["reward"].shape == (20, 16)
-    assert data["final_row"].numel() == 2 * 16
+    assert data["reward"].shape == (22, 16)  # 20 steps, and two time limits
+    assert data["valid"].sum() == 20 * 16
     file = first / "replay.safetensors"
     before = file.read_bytes()
     file.unlink()
@@ -345,15 +365,16 @@ def test_files_that_are_none_and_data_too_few_are_refused(tmp_path, capsys):
 
 
 def test_load_refuses_another_number_of_environments_and_rows_out_of_range(tmp_path):
-    ring = Recorded(2, 12, 1, LIMIT)
+    ring = Recorded(2, 12, 1)
     ring.insert(["truncate", "step"])
     file = tmp_path / "ring.safetensors"
     transitions.save_replay(ring.replay, file)
-    other = Replay(ReplayLayout(SPECS, 1, 3, 12, 1, LIMIT), CPU)
-    with pytest.raises(ConfigError, match=re.escape("rows of 3 environments, not rewards of shape [1, 2]")):
+    other = Replay(ReplayLayout(SPECS, 1, 3, 12, 3, True), CPU)
+    with pytest.raises(ConfigError, match=re.escape("rows of 3 environments, not rewards of shape [2, 2]")):
         transitions.load_replay(other, file)
     data = load_file(file)
-    for name, wrong, top in (("length", torch.tensor([1, 9]), 1), ("final_row", torch.tensor([5]), 1)):
-        save_file(data | {name: wrong}, file)
+    for name, wrong, top in (("length", torch.tensor([1, 9]), 2), ("final_row", torch.tensor([5]), 3)):
+        final = {f"final_obs.{k}": v[0, :1].clone() for k, v in data.items() if k.startswith("obs.")}
+        save_file(data | {k.replace("obs.obs", "obs"): v for k, v in final.items()} | {name: wrong}, file)
         with pytest.raises(ConfigError, match=f"a column {name} within 0 to {top}"):
             transitions.load_replay(clone(ring), file)

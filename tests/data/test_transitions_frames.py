@@ -33,7 +33,7 @@ class FakeCollector:
         self.env = self
         self.spec, self.device = EnvSpec("lead", num_envs, groups, action, CPU, 50), CPU
         size = None if isinstance(action, Discrete) else action.size
-        layout = ReplayLayout(groups, size, num_envs, rows, 1, 50, extra=extra)
+        layout = ReplayLayout(groups, size, num_envs, rows, 3, True, extra=extra)
         self.replays = [Replay(layout, CPU, obs_only=lean) for lean in (False, True)]
         self.normalizer = Normalizer(groups, num_envs, CPU)
         self.obs = {k: torch.zeros(num_envs, *s.shape, dtype=s.dtype) for k, s in groups.items()}
@@ -57,7 +57,7 @@ def usable(replay, oldest=0):
 
 
 def recorded(seed, steps, rows, next_step, depth):
-    ring, rng = Recorded(3, rows, 1, LIMIT, next_step=next_step, depth=depth), random.Random(seed)
+    ring, rng = Recorded(3, rows, 1, next_step=next_step, depth=depth), random.Random(seed)
     for _ in range(steps):
         who = [i for i in range(3) if rng.random() < 0.8]
         if who:
@@ -73,10 +73,10 @@ def test_the_file_holds_each_frame_once(tmp_path):
     rows = int(data["length"].max())
     assert data["obs.stack"].shape == (rows + 1, 3, 1, 3)
     assert data["obs.pair"].shape == (rows + 1, 3, 2)
-    assert data["final_obs.stack"].shape == (len(data["final_row"]), 1, 3)
     for i, events in enumerate(ring.events):
         newest = picture([e.obs for e in events])["frame"]
         assert torch.equal(data["obs.stack"][: len(events), i], newest)
+    assert any(not e.valid for events in ring.events for e in events)
 
 
 @settings(max_examples=12, deadline=None, derandomize=True, database=None)
@@ -130,8 +130,8 @@ def test_recorded_stacks_come_back_whole(tmp_path, shuffled):
     collector = FakeCollector(specs(4), 1, 200, Discrete(3), ("q",))
     assert prefill(collector, tmp_path / "data") == 15
     replay = collector.replays[0]
-    # A filler row after each truncated end, and shuffled one after all that ended nothing, with histories before.
-    rows = 15 + 1 if not shuffled else 15 + 13 + sum(min(i, 3) for i in (*range(10), *range(5)))
+    # A filler row after the end of each game, and shuffled one after each, with histories before.
+    rows = 15 + 2 if not shuffled else 15 + 15 + sum(min(i, 3) for i in (*range(10), *range(5)))
     assert int(replay.live.head) == rows + 1 - (shuffled and linked(order))
     found = usable(replay)
     assert sorted(found) == numbers
@@ -157,7 +157,7 @@ def linked(order):
 
 def test_discrete_actions_and_extras_travel(tmp_path):
     groups, extra = {"policy": ObsSpec((2,))}, ("q", "value")
-    one, two = (Replay(ReplayLayout(groups, None, 2, 10, 1, None, extra=extra), CPU) for _ in range(2))
+    one, two = (Replay(ReplayLayout(groups, None, 2, 10, 3, True, extra=extra), CPU) for _ in range(2))
     off, on, obs = torch.zeros(2, dtype=torch.bool), torch.ones(2, dtype=torch.bool), {"policy": torch.zeros(2, 2)}
     for t in range(15):
         acted = Acted(torch.tensor([t % 3, 2]), {"q": torch.tensor([t, -t]).float(), "value": torch.rand(2)})

@@ -32,8 +32,9 @@ HISTORY = {"restart_every": 4, "stagger": True, "episode_length": 5}
 class Played:
     """A store, its reader, and all that made-up environments did that answer when they please."""
 
-    def __init__(self, num_envs, horizon, limit, next_step, seed):
-        spec = EnvSpec("made up", num_envs, SPECS, Box(1), CPU, max_episode_steps=limit, spread=4)
+    def __init__(self, num_envs, horizon, next_step, seed):
+        mode = "next_step" if next_step else "same_step"
+        spec = EnvSpec("made up", num_envs, SPECS, Box(1), CPU, max_episode_steps=50, autoreset=mode, spread=4)
         self.spec, self.horizon, self.random = spec, horizon, random.Random(seed)
         self.norm = Normalizer(SPECS, num_envs, CPU, False)
         self.store = Unrolls(spec, self.norm, horizon, 2, CPU, C)
@@ -108,12 +109,12 @@ def crowd(kind, n, rng):
     return [i for i in range(n) if rng.random() < (i + 1) / n]
 
 
-@pytest.mark.parametrize(("next_step", "limit", "horizon"), [(False, None, 5), (True, 4, 5), (False, 4, 1)])
+@pytest.mark.parametrize(("next_step", "horizon"), [(False, 5), (True, 5), (False, 1)])
 @pytest.mark.parametrize("kind", ["late", "unequal", "one"])
-def test_every_unroll_is_a_rollout_of_its_environment_alone_and_is_read_once(next_step, limit, horizon, kind):
+def test_every_unroll_is_a_rollout_of_its_environment_alone_and_is_read_once(next_step, horizon, kind):
     """It is read after the next tick's rows were written, as always with concurrent learners."""
     n, rng = 6, random.Random(f"{kind}{horizon}")
-    played = Played(n, horizon, limit, next_step, f"{kind}{next_step}")
+    played = Played(n, horizon, next_step, f"{kind}{next_step}")
     seen, lost = [0] * n, 0
     for tick in range(1, 25):
         played.seal()
@@ -147,7 +148,7 @@ def test_every_unroll_is_a_rollout_of_its_environment_alone_and_is_read_once(nex
 
 
 def test_actions_of_a_warm_up_are_not_learned_from():
-    played = Played(4, 3, None, False, 1)
+    played = Played(4, 3, False, 1)
     _, step = stack([Event(1, 0.0, 1.0, False, False, False, True, True, i + 7, i + 7) for i in range(4)])
     idle = PolicyOutput(torch.zeros(4, 1), torch.zeros(4, 2), torch.full((4,), -1), torch.zeros(4, C))
     for _ in range(5):

@@ -219,7 +219,7 @@ def batches() -> tuple[Batch, ObsBatch]:
     mask[[1, 2, 3, 5, 7, 8, 20]] = 0
     reward, weight = torch.randn(B, generator=gen), 0.5 + torch.rand(B, generator=gen)
     action = torch.rand(B, 1, generator=gen) * 2 - 1
-    batch = Batch(obs, action, reward, torch.full((B,), 0.9), after, mask, weight, torch.arange(B))
+    batch = Batch(obs, action, reward, torch.full((B,), 0.9), after, mask, weight, torch.arange(B), mask)
     return batch, ObsBatch(obs, mask, weight)
 
 

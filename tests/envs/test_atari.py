@@ -92,7 +92,7 @@ def test_stacks_from_the_replay_are_those_acted_on(atari, autoreset):
     """5,000 steps, 2,500 rows of two games, which wrap a ring of 400: every row's stack, and its true successor's."""
     env = atari(2, autoreset=autoreset, life_loss=True, noop_max=30, max_episode_steps=300)
     n, rows_kept, seen = 2, 400, {"life": 0, "end": 0, "cut": 0, "filler": 0, "blank": 0}
-    ring = Replay(ReplayLayout(env.spec.obs, None, n, rows_kept, 1, env.spec.max_episode_steps), CPU)
+    ring = Replay(ReplayLayout(env.spec.obs, None, n, rows_kept, 3, env.spec.autoreset == "same_step"), CPU)
     obs = env.reset(0)
     ring.begin(obs)
     acted: deque = deque(maxlen=rows_kept)

@@ -19,7 +19,7 @@ def to_device(step: Step) -> Step:
 
 def test_the_ring_stacks_the_same_frames_without_waiting():
     env = Catch(64, max_episode_steps=5)
-    layout = ReplayLayout(env.spec.obs, None, 64, 40, 1, 5)
+    layout = ReplayLayout(env.spec.obs, None, 64, 40, 3, True)
     rings = [Replay(layout, torch.device(d), reward_clip=0.5) for d in ("cpu", "cuda")]
     obs, gen = env.reset(0)["policy"], Generator().manual_seed(0)
     for ring in rings:

@@ -64,7 +64,7 @@ def test_times_of_many_hours_have_one_form(seconds, text):
 def test_a_full_ring_of_environments_that_answer_at_different_times_counts_as_intact(tool):
     """The load tool reads the rows that can be drawn: a late environment's next row may lie on the oldest ones."""
     load, wide = tool("_load"), 2
-    replay = Replay(ReplayLayout({"policy": ObsSpec((4,))}, None, wide, 20, 1, 50), CPU, ragged=True)
+    replay = Replay(ReplayLayout({"policy": ObsSpec((4,))}, None, wide, 20, 1, False), CPU, ragged=True)
     state = torch.tensor([[1.0, i, 0.0, 0.0] for i in range(wide)])
     replay.begin({"policy": state})
     no, yes = torch.zeros(wide, dtype=torch.bool), torch.ones(wide, dtype=torch.bool)

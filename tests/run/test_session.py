@@ -130,11 +130,11 @@ def test_resuming_keeps_the_bits_however_full_the_replay_was(tmp_path, rows):
 @pytest.mark.parametrize("algo", ["pql", "eps_rainbow"])
 @pytest.mark.fault(15)
 def test_a_resume_point_of_an_older_release_goes_on_to_the_same_bits(tmp_path, monkeypatch, algo):
-    """Format 1 held all of a ring, final observations and all, and all of a sum tree."""
+    """Format 1 held all rows of a ring and all of a sum tree."""
 
     def whole(ring):
-        stores = {k: getattr(ring, k) for k in ("flags", "action", "reward", "final")}
-        counters = {"head": ring.live.head, "finals": ring.live.finals}
+        stores = {k: getattr(ring, k) for k in ("flags", "action", "reward")}
+        counters = {"head": ring.live.head}
         return Rows({f"obs.{k}": v for k, v in ring.obs.items()} | stores | counters)
 
     task = "pendulum" if algo == "pql" else "cartpole"

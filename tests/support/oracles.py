@@ -35,14 +35,11 @@ class Window(NamedTuple):
     next_obs: int | None = None
 
 
-def n_step(events: Sequence[Event], start: int, n: int, gamma: float, kept: int) -> Window:
+def n_step(events: Sequence[Event], start: int, n: int, gamma: float) -> Window:
     """Return the window that starts at ``events[start]``; the list ends at the reader's head.
 
     It ends at the first of n steps, a terminated or truncated row, the row before a filler row, a row after which
     an episode begins unannounced, or the newest row.
-
-    Args:
-        kept: number of the newest final observations of this environment that are still stored.
     """
     if not events[start].valid:
         return Window(False, False)
@@ -51,10 +48,9 @@ def n_step(events: Sequence[Event], start: int, n: int, gamma: float, kept: int)
         row = events[start + m]
         reward += gamma**m * row.reward
         if row.terminated:
-            return Window(True, False, reward, 0.0)
+            return Window(True, False, reward, 0.0, row.final if row.final_ok else None)
         if row.truncated:
-            later = sum(e.truncated and e.valid for e in events[start + m + 1 :])
-            if not row.final_ok or later >= kept:
+            if not row.final_ok:
                 return Window(False, True)
             return Window(True, False, reward, gamma ** (m + 1), row.final)
         if row.first:
@@ -149,30 +145,29 @@ def chi_square_fits(counts: Sequence[float], expected: Sequence[float]) -> bool:
     return statistic < freedom + 5 * math.sqrt(2 * freedom)
 
 
-def known_end(events: Sequence[Event], row: int, kept: int) -> bool:
-    """Return True if a rollout with the first ``kept`` final observations of a column knows a row's successor."""
+def known_end(events: Sequence[Event], row: int) -> bool:
+    """Return True if a rollout knows a row's successor."""
     e = events[row]
     if not e.valid or (e.first and not e.terminated and not e.truncated):
         return False
-    earlier = sum(x.truncated and x.valid for x in events[:row])
-    return e.terminated or not e.truncated or (e.final_ok and earlier < kept)
+    return e.terminated or not e.truncated or e.final_ok
 
 
 def lambda_return(
-    events: Sequence[Event], start: int, value: Callable[[int], float], gamma: float, lam: float, kept: int
+    events: Sequence[Event], start: int, value: Callable[[int], float], gamma: float, lam: float
 ) -> float | None:
     """Return the mixture of n-step returns (Sutton & Barto 2018, Eq. 12.2), or None if the row is masked.
 
     G = (1 - lam) sum_{n<M} lam^{n-1} G_n + lam^{M-1} G_M, where the trajectory ends with its M-th row from ``start``:
     the first that ends an episode, the last of ``events``, or the one before a row without a known successor.
     """
-    if not known_end(events, start, kept):
+    if not known_end(events, start):
         return None
     returns: list[float] = []
     reward = 0.0
     for n in range(1, len(events) - start + 1):
         row = start + n - 1
-        if not known_end(events, row, kept):
+        if not known_end(events, row):
             break
         e = events[row]
         reward += gamma ** (n - 1) * e.reward
@@ -193,14 +188,13 @@ def soft_lambda_return(
     alpha: float,
     gamma: float,
     lam: float,
-    kept: int,
 ) -> float | None:
     """Voelcker et al. 2025: the entropy of the next action is a part of the reward; None as above.
 
     G_t = r_t + gamma (-alpha log pi(a'|s') + (1 - lam) Q(s', a') + lam G_{t+1}), with Q(s', a') for G_{t+1} where the
     trajectory ends; r_t after a termination.
     """
-    if not known_end(events, start, kept):
+    if not known_end(events, start):
         return None
     e = events[start]
     if e.terminated:
@@ -208,20 +202,18 @@ def soft_lambda_return(
     beyond = e.final if e.truncated else e.after
     later = None
     if not e.truncated and not e.first and start + 1 < len(events):
-        later = soft_lambda_return(events, start + 1, q, log_prob, alpha, gamma, lam, kept)
+        later = soft_lambda_return(events, start + 1, q, log_prob, alpha, gamma, lam)
     mixed = q(beyond) if later is None else (1 - lam) * q(beyond) + lam * later
     return e.reward - gamma * alpha * log_prob(beyond) + gamma * mixed
 
 
-def gae(
-    events: Sequence[Event], start: int, value: Callable[[int], float], gamma: float, lam: float, kept: int
-) -> float | None:
+def gae(events: Sequence[Event], start: int, value: Callable[[int], float], gamma: float, lam: float) -> float | None:
     """Schulman et al. 2016, Eq. 16: sum of (gamma lam)^k delta_{t+k} to the trajectory's end; None as above."""
-    if not known_end(events, start, kept):
+    if not known_end(events, start):
         return None
     total = 0.0
     for k, e in enumerate(events[start:]):
-        if not known_end(events, start + k, kept):
+        if not known_end(events, start + k):
             break
         beyond = 0.0 if e.terminated else value(e.final if e.truncated else e.after)
         total += (gamma * lam) ** k * (e.reward + gamma * beyond - value(e.obs))
@@ -328,7 +320,6 @@ def vtrace(
     value: Callable[[int], float],
     gamma: float,
     lam: float,
-    kept: int,
     rho_bar: float,
     c_bar: float,
 ) -> tuple[float, float] | None:
@@ -336,11 +327,11 @@ def vtrace(
 
     v_s = V(x_s) + sum_t gamma^(t-s) (prod_{s<=i<t} c_i) rho_t delta_t, to the trajectory's end.
     """
-    if not known_end(events, start, kept):
+    if not known_end(events, start):
         return None
     target = value(events[start].obs)
     for t in range(start, len(events)):
-        if not known_end(events, t, kept):
+        if not known_end(events, t):
             break
         e = events[t]
         beyond = 0.0 if e.terminated else value(e.final if e.truncated else e.after)
@@ -351,7 +342,7 @@ def vtrace(
             break
     e, following = events[start], None
     if not (e.terminated or e.truncated or e.first) and start + 1 < len(events):
-        following = vtrace(events, ratios, start + 1, value, gamma, lam, kept, rho_bar, c_bar)
+        following = vtrace(events, ratios, start + 1, value, gamma, lam, rho_bar, c_bar)
     beyond = 0.0 if e.terminated else value(e.final if e.truncated else e.after)
     later = beyond if following is None else following[0]
     return target, e.reward + gamma * later - value(e.obs)
