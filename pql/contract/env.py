@@ -80,8 +80,8 @@ class EnvSpec:
         obs: observation groups by name; ``"policy"`` is required, ``"critic"`` (privileged) is optional.
         action: :class:`Box` (continuous) or :class:`Discrete`.
         device: device of all tensors that ``reset`` and ``step`` return, and of the actions.
-        max_episode_steps: time limit in environment steps; None if the simulator has none. It sizes the replay
-            buffer's store of final observations.
+        max_episode_steps: time limit in environment steps; None if the simulator has none. Episodes may also be
+            truncated earlier.
         autoreset: ``same_step``: the row that ends an episode returns the next episode's first observation in ``obs``;
             ``next_step``: it returns the final observation, and a filler row (``valid=False``) follows.
         final_obs: when ``Step.final_obs`` is a separate tensor: ``always`` (every row), ``on_done`` (only where an

@@ -169,7 +169,8 @@ def growing_memory(run: RunMetrics) -> str | None:
 def dropped(run: RunMetrics) -> str | None:
     names = {
         "env/dropped": "rows were left out, since they were not finite",
-        "replay/bootstrap_lost": "time limits had no final observation",
+        "replay/bootstrap_lost": "windows ended in a truncation without a final observation",
+        "rollout/bootstrap_lost": "rows were truncated without a final observation",
     }
     texts = [f"{name}: {run.newest[name]:,.0f} {what}" for name, what in names.items() if run.above(name, 0)]
     return "; ".join(texts) or None
@@ -250,7 +251,7 @@ SYMPTOMS = {
     17: Detector(
         "Rows are dropped",
         dropped,
-        "the simulator: RUN/dumps replays a failure; it should return final observations at time limits. A few dropped "
+        "the simulator: RUN/dumps replays a failure; it should return final observations at truncations. A few dropped "
         "rows in a million do no harm",
     ),
     18: Detector(

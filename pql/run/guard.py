@@ -21,11 +21,11 @@ REMEDIES = "a smaller algo.policy.lr, a larger action scale of the task"
 
 
 class NonFiniteMonitor:
-    """Reads ``skipped/NAME``, the share of a learner's updates skipped since the last row, and ``env/dropped``, the
-    number of rows dropped so far.
+    """Reads ``skipped/NAME``, the share of a learner's updates skipped since the last row; ``env/dropped``, the number
+    of rows dropped so far; and ``replay/bootstrap_lost``, that of windows without a final observation.
 
     Args:
-        warn: called with a message, once per learner and once for the environments.
+        warn: called with a message, once per learner and once for each count.
         updates: number of updates so far of "v" and "p".
         restarts: the simulator can restart single environments.
     """
@@ -36,6 +36,7 @@ class NonFiniteMonitor:
         self._warned = set[str]()
         self._row: dict[str, float] = {}  # by learner: lower bound of consecutive skipped updates
         self._reported = False  # of environments
+        self._lost = False  # final observations, reported
 
     def look(self, row: Row) -> None:
         """Process the next row.
@@ -46,6 +47,7 @@ class NonFiniteMonitor:
         if not all(f"updates/{k}" in row for k in self._seen):
             return  # of an evaluation
         self._look_at_rows(row.get("env/dropped", 0))
+        self._look_at_ends(row.get("replay/bootstrap_lost", row.get("rollout/bootstrap_lost", 0)))
         updates = {k: row[f"updates/{k}"] for k in self._seen}
         new = {k: updates[k] - self._seen[k] for k in updates}
         self._seen = updates
@@ -70,6 +72,15 @@ class NonFiniteMonitor:
         then += "" if self.restarts else "environment, begins an episode"
         self.warn(
             f"{dropped:,.0f} rows left out: an observation, reward or action was not finite; the environment {then}"
+        )
+
+    def _look_at_ends(self, lost: float) -> None:
+        if lost == 0 or self._lost:
+            return
+        self._lost = True
+        self.warn(
+            f"{lost:,.0f} windows left out: they end in a truncation, and the simulator did not return the final "
+            f"observation (with Isaac Lab: task.kwargs.final_obs=true); bootstrap_lost counts them"
         )
 
 

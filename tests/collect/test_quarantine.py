@@ -440,6 +440,18 @@ def test_a_run_tells_once_of_rows_that_were_left_out(tmp_path):
     assert [rows(tmp_path)[-1][f"env/{k}"] for k in ("dropped", "restarted")] == [3, 3]
 
 
+@pytest.mark.parametrize("algo", ["sac", "ppo"])
+def test_a_run_tells_once_of_truncations_without_a_final_observation(tmp_path, algo):
+    env = Counter(8, final_obs="never")
+    change = ("replay.capacity=4096",) if algo == "sac" else ("algo.horizon=4", "algo.minibatches=2")
+    base = ("device=cpu", "scale=cpu", "num_envs=8", "budget.env_steps=1600", "eval.final=false", f"run_dir={tmp_path}")
+    with pytest.warns(PqlWarning, match="did not return the final observation") as told:
+        run(f"algo={algo}", *base, "algo.warmup_steps=16", "logger.every_seconds=0.01", *change, env=env)
+    assert len([w for w in told if "windows left out" in str(w.message)]) == 1
+    name = {"sac": "replay", "ppo": "rollout"}[algo]
+    assert rows(tmp_path)[-1][f"{name}/bootstrap_lost"] > 0
+
+
 def test_who_restarts_them_is_said():
     for restarts, then in ((True, "was restarted"), (False, "stays out until its simulator")):
         said = []
