@@ -1,6 +1,7 @@
 """Presets of published recipes: their updates against a second implementation, written from the recipe."""
 
 import copy
+import dataclasses
 import itertools
 import math
 import operator
@@ -23,6 +24,7 @@ from pql.types import Batch, ObsBatch
 CPU = torch.device("cpu")
 B, D, A = 24, 5, 3  # batch, observation, action
 SPEC = EnvSpec("made up", 8, {"policy": ObsSpec((D,))}, Box(A), CPU)
+JOINTS = dataclasses.replace(SPEC, action=Box(A, (-0.5, -8.0, -20.0), (1.5, 0.0, 20.0)))  # half ranges 1, 4, 20
 UPDATES = 20
 
 
@@ -98,7 +100,7 @@ PUBLISHED = {
         | {"smoothing": 0.001, "smoothing_clip": 0.5, "lr_schedule": "constant"},
         "algo.explore": {"kind": "redrawn", "low": 0.001, "high": 0.4, "repeat": False},
         "algo.critic": {"hidden": [1024, 512, 256], "activation": "relu", "atoms": 251, "v_min": -10, "v_max": 10}
-        | {"ensemble": 2, "target": "min", "tau": 0.1, "lr": 3e-4, "beta2": 0.999, "weight_decay": 0.1}
+        | {"ensemble": 2, "target": "projected", "tau": 0.1, "lr": 3e-4, "beta2": 0.999, "weight_decay": 0.1}
         | {"grad_clip": None},
         "algo.policy": {"hidden": [512, 256, 128], "activation": "relu", "head": "small", "reduce": "min"}
         | {"lr": 3e-4, "beta2": 0.999, "weight_decay": 0.1, "grad_clip": None},
@@ -109,7 +111,8 @@ PUBLISHED = {
         "algo": {"batch_size": 2048, "gamma": 0.99, "n_step": 3, "v_per_step": 2, "p_per_v": 0.5, "alpha": 0.01}
         | {"alpha_lr": 3e-4, "target_sigma": 0.15, "normalize_obs": False, "normalize_reward": True}
         | {"return_cap": 5.0, "reward_scale": 1.0, "lr_schedule": "cosine", "lr_final": 0.5}
-        | {"lr_updates": 50_000_000 // 1024 * 2, "warmup_steps": -(-100_000 // 1024)},
+        | {"lr_updates": 50_000_000 // 1024 * 2, "lr_clock": "own", "warmup_steps": -(-100_000 // 1024)}
+        | {"entropy_unit": "unit"},
         "algo.explore": {"repeat": True},
         "algo.critic": {"hidden": [256, 256], "trunk": "residual", "batch_norm": True, "unit_weights": "all"}
         | {"atoms": 101, "v_min": -5, "v_max": 5, "ensemble": 2, "target": "min", "tau": 0.01, "lr": 3e-4}
@@ -122,7 +125,7 @@ PUBLISHED = {
         "replay": {"capacity": 4096 * 1024},
         "algo": {"batch_size": 8192, "gamma": 0.97, "n_step": 1, "warmup_steps": 10, "v_per_step": 8, "p_per_v": 0.25}
         | {"alpha": 0.001, "alpha_lr": 3e-4, "alpha_updates": "critic", "entropy_per_action": 0.0}
-        | {"normalize_obs": True, "normalize_reward": False},
+        | {"entropy_unit": "action", "normalize_obs": True, "normalize_reward": False},
         "algo.critic": {"hidden": [768, 384, 192], "layer_norm": True, "activation": "silu", "atoms": 101}
         | {"v_min": -20, "v_max": 20, "ensemble": 2, "target": "own", "tau": 0.125, "lr": 3e-4, "beta2": 0.95}
         | {"weight_decay": 0.001, "grad_clip": None},
@@ -136,11 +139,12 @@ PUBLISHED = {
         "algo": {"batch_size": 256, "gamma": 1 - 5 / 500, "n_step": 1, "warmup_steps": 5000, "v_per_step": 2}
         | {"p_per_v": 0.333333, "alpha": 0.01, "alpha_lr": 3e-4, "entropy_per_action": -0.5}
         | {"normalize_obs": False, "normalize_reward": True, "reward_scale": 1.0}
-        | {"return_cap": None, "lr_schedule": "linear", "lr_final": 0.1, "lr_updates": 2 * 1_000_000},
+        | {"return_cap": None, "lr_schedule": "linear", "lr_final": 0.1, "lr_updates": 2 * 1_000_000}
+        | {"lr_clock": "own"},
         "algo.critic": {"hidden": [512] * 4, "batch_norm": True, "unit_weights": "linear", "activation": "relu"}
         | {"atoms": 101, "v_min": -5, "v_max": 5, "ensemble": 2, "target": "min", "tau": 0.005, "lr": 3e-4},
         "algo.policy": {"hidden": [256] * 4, "batch_norm": True, "unit_weights": "linear", "activation": "relu"}
-        | {"reduce": "min", "log_std_min": -10.0, "log_std_max": 2.0, "lr": 3e-4},
+        | {"reduce": "min", "log_std": "clip", "log_std_min": -10.0, "log_std_max": 2.0, "lr": 3e-4},
     },
     "simba_sac": {
         "": {"num_envs": 1},
@@ -196,8 +200,10 @@ def test_updates_are_in_bfloat16_where_the_published_ones_are(preset):
 
 
 def test_fasttd3():
-    """Two critic updates to one of the policy; targets of the head with the lower mean, from the current policy."""
-    config, value, improve = trainers("algo=fasttd3", "algo.critic.atoms=11")
+    """Two critic updates to one of the policy; targets of the head whose projection has the lower mean, from the
+    current policy."""
+    narrow = ("algo.critic.v_min=-2", "algo.critic.v_max=2")  # so that targets leave the support
+    config, value, improve = trainers("algo=fasttd3", "algo.critic.atoms=11", *narrow)
     algo = config.algo
     assert (algo.smoothing, algo.smoothing_clip, algo.critic.tau, algo.v_per_step, algo.p_per_v) == (
         1e-3,
@@ -206,11 +212,13 @@ def test_fasttd3():
         2,
         0.5,
     )
+    for net in (value.state.critic, value.state.target):
+        net.module.net[-1].weight.data.mul_(30)  # distributions of all shapes
     critics, targets = members(value.state.critic.module), members(value.state.target.module)
     actor = copy.deepcopy(value.inputs.policy.net).requires_grad_(True)  # the policy at the start
     critic_optim = torch.optim.AdamW([p for c in critics for p in c.parameters()], lr=3e-4, weight_decay=0.1)
     actor_optim = torch.optim.AdamW(actor.parameters(), lr=3e-4, weight_decay=0.1)
-    atoms = torch.linspace(-10, 10, 11).double()
+    atoms, changed = torch.linspace(-2, 2, 11).double(), 0
     gen, noise, theirs = (
         torch.Generator().manual_seed(5),
         torch.Generator().manual_seed(1),
@@ -225,9 +233,13 @@ def test_fasttd3():
             heads = [F.softmax(target(x), -1) for target in targets]
             goal = torch.empty(B, 11).double()
             for i in range(B):
-                lower = min((head[i] for head in heads), key=lambda p: float(p @ atoms))
                 support = [(batch.reward[i] + batch.discount[i] * z).item() for z in atoms]
-                goal[i] = torch.tensor(c51_projection(support, lower.tolist(), atoms.tolist()))
+                ends = [
+                    torch.tensor(c51_projection(support, h[i].tolist(), atoms.tolist()), dtype=h.dtype) for h in heads
+                ]
+                goal[i] = min(ends, key=lambda p: float(p @ atoms))
+                before, after = (float((one - two) @ atoms) for one, two in (ends, [head[i] for head in heads]))
+                changed += before * after < -1e-3
         x = torch.cat((batch.obs["policy"], batch.action), 1)
         loss = sum(-(goal * F.log_softmax(critic(x), -1)).sum(-1).mean() for critic in critics)
         critic_optim.zero_grad()
@@ -254,6 +266,7 @@ def test_fasttd3():
             assert metrics["loss/policy"].item() == pytest.approx(loss.item(), abs=6e-8)
             assert_same_gradients(improve.state.policy.module, [actor])
             exchange(value, improve)
+    assert changed > 0  # rows for which the other head would be chosen before the projection
     assert_equal_networks(value.state.critic.module, critics)
     assert_equal_networks(value.state.target.module, targets)
     assert_equal_networks(improve.state.policy.module, [actor])
@@ -355,14 +368,15 @@ def normalize_weights(net: nn.Module, kind: str) -> None:
                 part *= math.sqrt(len(module.gain)) / joint
 
 
-def sampled(net, obs, gen, low, high):
-    """A tanh-Gaussian action and its log-probability, element by element in the noise's order."""
+def sampled(net, obs, gen, low, high, clip=False, scale=(1.0,)):
+    """A tanh-Gaussian action and its log-probability, element by element in the noise's order; the density is that of
+    the action times ``scale``."""
     mean, raw = net(obs).chunk(2, -1)
-    log_std = low + 0.5 * (high - low) * (torch.tanh(raw) + 1)
+    log_std = raw.clamp(low, high) if clip else low + 0.5 * (high - low) * (torch.tanh(raw) + 1)
     noise = torch.randn(mean.shape, generator=gen).double()
     before = mean + log_std.exp() * noise
     log_prob = -0.5 * noise**2 - log_std - 0.5 * math.log(2 * math.pi)
-    log_prob = log_prob - 2 * (math.log(2) - before - F.softplus(-2 * before))
+    log_prob = log_prob - 2 * (math.log(2) - before - F.softplus(-2 * before)) - torch.tensor(scale).double().log()
     return torch.tanh(before), log_prob.sum(-1)
 
 
@@ -378,13 +392,12 @@ GAUSSIAN = {
 }
 
 
-def rate(name, update, per_update=1.0):
-    """The learning rate of a step: cosine to a half, linear to a tenth, or constant."""
-    done = min(update / (100_000 * per_update), 1.0)
+def rate(name, update):
+    """The learning rate of a network's step: cosine to a half, linear to a tenth, or constant."""
     if name == "flashsac":
-        return 3e-4 * (0.5 + 0.5 * 0.5 * (1 + math.cos(math.pi * done)))
+        return 3e-4 * (0.5 + 0.5 * 0.5 * (1 + math.cos(math.pi * update / 40)))
     if name == "xqc":
-        return 3e-4 * (0.1 + 0.9 * (1 - min(update / (200_000 * per_update), 1.0)))
+        return 3e-4 * (0.1 + 0.9 * (1 - update / 40))
     return {"fastsac": 3e-4, "simba_sac": 1e-4, "pql2": 1e-3}[name]
 
 
@@ -398,7 +411,7 @@ def test_atoms_span_up_to_twice_the_returns_that_the_cap_admits(name):
 
 @pytest.mark.parametrize("name", GAUSSIAN)
 def test_gaussian_recipes(name):
-    """Losses, gradients, weights, running statistics and temperature over 20 updates.
+    """Losses, gradients, weights, running statistics and temperature over 20 updates, with bounds other than +-1.
 
     Ours has the temperature in float32.
     """
@@ -406,7 +419,9 @@ def test_gaussian_recipes(name):
     words = [] if kind == "scalar" else ["algo.critic.atoms=11"]
     residual = name in ("flashsac", "simba_sac")
     hidden = ("algo.critic.hidden=[6]", "algo.policy.hidden=[4]") if residual else ()
-    config, value, improve = trainers(f"algo={name}", *words, *hidden)
+    horizon = ["algo.lr_updates=40"] if name in ("flashsac", "xqc") else []
+    config, value, improve = trainers(f"algo={name}", *words, *hidden, *horizon, spec=JOINTS)
+    shape = {"clip": name == "xqc", "scale": (1.0, 4.0, 20.0) if name == "fastsac" else (1.0,)}
     critics = [separate(value.state.critic.module, e) for e in range(2)]
     targets = [separate(value.state.target.module, e) for e in range(2)]
     actor = separate(value.inputs.policy)
@@ -420,11 +435,11 @@ def test_gaussian_recipes(name):
     batch_norm = name in ("flashsac", "xqc")
     gen, noise, theirs = (torch.Generator().manual_seed(seed) for seed in (5, 1, 1))
 
-    def temper(log_prob, step, per_update):
+    def temper(log_prob, step):
         mean_entropy = -log_prob.detach().mean()
         alpha_optim.zero_grad()
         (alpha.exp() * (mean_entropy - A * entropy)).sum().backward()
-        alpha_optim.param_groups[0]["lr"] = rate(name, step, per_update)
+        alpha_optim.param_groups[0]["lr"] = rate(name, step)
         alpha_optim.step()
 
     exchange(value, improve)
@@ -433,7 +448,7 @@ def test_gaussian_recipes(name):
         obs, ahead = batch.obs["policy"], batch.next_obs["policy"]
         now_alpha = alpha.detach().exp()
         with torch.no_grad():
-            action, log_prob = sampled(set_mode(actor, False), ahead, theirs, *span)
+            action, log_prob = sampled(set_mode(actor, False), ahead, theirs, *span, **shape)
         pair = torch.cat((torch.cat((obs, batch.action), 1), torch.cat((ahead, action), 1)))
 
         def heads(nets, pair=pair):
@@ -478,12 +493,12 @@ def test_gaussian_recipes(name):
                 for p, q in zip(critic.parameters(), target.parameters(), strict=True):
                     q += tau * (p - q)
         if name in ("fastsac", "pql2"):
-            temper(log_prob, update, 1.0)
+            temper(log_prob, update)
         exchange(value, improve)
         if update % every == every - 1:
             part = ObsBatch(batch.obs, batch.mask, batch.weight)
             metrics = improve.update(improve.state, improve.inputs, part, noise)
-            action, log_prob = sampled(set_mode(actor, batch_norm), obs, theirs, *span)
+            action, log_prob = sampled(set_mode(actor, batch_norm), obs, theirs, *span, **shape)
             x = torch.cat((obs, action), 1)
             outs = [set_mode(critic, False)(x) for critic in critics]
             q = torch.stack([out[:, 0] if kind == "scalar" else F.softmax(out, -1) @ atoms for out in outs])
@@ -493,12 +508,12 @@ def test_gaussian_recipes(name):
             loss.backward()
             assert_same_gradients(improve.state.policy.module, [actor])
             step = update // every
-            actor_optim.param_groups[0]["lr"] = rate(name, step, 1 / every)
+            actor_optim.param_groups[0]["lr"] = rate(name, step)
             actor_optim.step()
             normalize_weights(actor, unit)
             assert metrics["loss/policy"].item() == pytest.approx(loss.item(), abs=1e-6)
             if name not in ("fastsac", "pql2"):
-                temper(log_prob, step, 1 / every)
+                temper(log_prob, step)
             exchange(value, improve)
             assert metrics["policy/alpha"].item() == pytest.approx(alpha.exp().item(), abs=1e-6)
     assert_same(value.state.critic.module, critics)
