@@ -185,7 +185,9 @@ def check_sac(config: Config, spec: EnvSpec, counts: Counts, device: torch.devic
     size = cast(Box, spec.action).size
     most = size * math.log(2) + log_reach(config, spec)
     if algo.auto_alpha and (goal := algo.entropy_goal(size)) >= most:
-        name = next((k for k in ("target_entropy", "target_sigma") if getattr(algo, k) is not None), "entropy_per_action")
+        name = next(
+            (k for k in ("target_entropy", "target_sigma") if getattr(algo, k) is not None), "entropy_per_action"
+        )
         other = "" if algo.entropy_unit == "unit" else ", or algo.entropy_unit=unit"
         bound = f"a target entropy below {most:.4g}, that of uniform actions within the bounds, instead of {goal:.4g}"
         raise ConfigError(f"algo.{name}", getattr(algo, name), bound + other)

@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import math
 import operator
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 from pql.algos.registry import family_of
 from pql.config.compose import compose
 from pql.contract.env import Box, EnvSpec, ObsSpec
+from pql.errors import ConfigError
 from pql.nets.encoders import lend_encoder
 from pql.nets.layers import BatchNorm, EnsembleLayerNorm, EnsembleLinear, EnsembleRMSNorm
 from pql.nets.mlp import BatchNormBlock, ResidualBlock
@@ -542,6 +544,82 @@ def assert_same(ours: nn.Module, theirs: list[nn.Sequential], statistics: bool =
         for a, b in zip(*norms, strict=True):
             if statistics:
                 torch.testing.assert_close((a.mean, a.var), (b.mean, b.var), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("preset", "ends"),
+    [("flashsac", (1.5e-4, 2.25e-4)), ("xqc", (3e-5, 2.1e-4))],  # after all updates: half, or a third, are the policy's
+)
+def test_learning_rates_at_the_end_of_a_run(preset, ends):
+    config, value, improve = trainers(f"algo={preset}", "scale=gpu", "algo.amp=false", "algo.critic.hidden=[4]")
+    critic, policy = value.state.optimizer, improve.state.optimizer
+    total = torch.tensor(float(config.algo.lr_updates))
+    own = total * config.algo.p_per_v
+    for optimizer, count, end in (
+        (critic, total, ends[0]),
+        (policy, own, ends[1]),
+        (improve.state.temperature_optimizer, own, ends[1]),
+    ):
+        assert 3e-4 * float(optimizer.schedule(count)) == pytest.approx(end, rel=1e-6)
+
+
+def entropies(*words, spec):
+    """Entropy and loss of the policy's first update of FastSAC, whose heads are zero: sigma is exp(-2.5)."""
+    _, value, improve = trainers("algo=fastsac", *words, spec=spec)
+    exchange(value, improve)
+    batch = next(batches(torch.Generator().manual_seed(5)))
+    part = ObsBatch(batch.obs, batch.mask, batch.weight)
+    metrics = improve.update(improve.state, improve.inputs, part, torch.Generator().manual_seed(1))
+    return metrics["policy/entropy"].item(), metrics["loss/policy"].item(), value.state
+
+
+def test_entropies_are_in_units_of_the_action():
+    """``log_prob -= log(action_scale)``: a target of 0 is -1.9 per joint of [-1, 1] where an action of 1 is 6.686."""
+    reach = math.exp(1.9)
+    joints = dataclasses.replace(SPEC, action=Box.within(A, reach))
+    entropy, loss, state = entropies(spec=joints)
+    plain, plain_loss, _ = entropies("algo.entropy_unit=unit", spec=joints)
+    assert entropy - plain == pytest.approx(1.9 * A, abs=1e-6)
+    assert loss - plain_loss == pytest.approx(-0.001 * 1.9 * A, abs=1e-8)  # the first temperature is 0.001
+    assert plain / A == pytest.approx(-2.5 + HALF_LOG, abs=0.2)
+    assert state.target_entropy(A) == 0
+    assert entropies(spec=SPEC)[:2] == entropies("algo.entropy_unit=unit", spec=SPEC)[:2]  # bounds of +-1
+    own = dataclasses.replace(SPEC, info={"action_reach": (reach,) * A})  # a task with a unit other than its bounds
+    assert entropies(spec=own)[0] == pytest.approx(entropy, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("words", "bound", "named"),
+    [
+        (
+            ["algo=fastsac"],
+            0.4,
+            r"algo.entropy_per_action=0(.0)?: expected a target entropy below -0.6694, .* of 0|unit",
+        ),
+        (["algo=fastsac", "algo.entropy_unit=unit"], 0.4, None),
+        (["algo=fastsac"], 1.0, None),
+        (["algo=sac", "algo.entropy_per_action=0.7"], 1.0, "algo.entropy_per_action=0.7: .* below 2.079, .* of 2.1$"),
+        (["algo=sac", "algo.target_entropy=2.1"], 1.0, "algo.target_entropy=2.1: .* below 2.079"),
+        (["algo=sac", "algo.entropy_unit=action", "algo.auto_alpha=false"], 0.01, None),
+        (["algo=flashsac", "algo.target_sigma=1"], 1.0, "algo.target_sigma=1"),
+    ],
+)
+def test_target_entropies_above_that_of_uniform_actions_are_refused(words, bound, named):
+    """No policy within the bounds has them, so that the temperature would grow without end."""
+    config = compose(["task=pendulum", "device=cpu", "replay.capacity=10000", *words])
+    spec = dataclasses.replace(SPEC, action=Box.within(A, bound), max_episode_steps=200)
+    check = partial(family_of(config).check, config, spec, family_of(config).counts(config), CPU)
+    if named is None:
+        assert check() > 0
+    else:
+        with pytest.raises(ConfigError, match=named):
+            check()
+
+
+def test_projected_targets_need_atoms():
+    for words in (["algo=td3"], ["algo=fasttd3", "algo.critic.loss=hl_gauss"]):
+        with pytest.raises(ConfigError, match=r"algo\.critic\.target=projected: expected min"):
+            compose(["device=cpu", *words, "algo.critic.target=projected"])
 
 
 # -- Squint ------------------------------------------------------------------------------------------------------------
