@@ -111,7 +111,8 @@ class SacPolicyState(TemperatureState, AveragedState):
 def sac_value_update(state: SacCriticState, inputs: SacValueInputs, batch: Batch, gen: Generator) -> Metrics:
     """Step the critics towards r + discount * (Q'(s', a') - alpha log pi(a'|s')), a' ~ pi. Mutates only ``state``."""
     with torch.no_grad():
-        action, log_prob = state.sample(*inputs.policy(batch.next_obs), gen)
+        mean, log_std = inputs.policy(batch.next_obs)
+        action, log_prob = state.sample(mean, log_std, gen)
         log_alpha = inputs.log_alpha if state.temperature is None else state.log_alpha()
         bonus = -log_alpha.exp() * log_prob
     metrics = critic_step(state, batch, action, bonus, gen)
@@ -174,9 +175,18 @@ def gaussian_policy(config: Config, spec: EnvSpec) -> nn.Module:
 
 
 def log_reach(config: Config, spec: EnvSpec) -> float:
-    """Return the sum over the action's dimensions of log(``spec.action_reach``), or 0 for densities in [-1, 1]."""
-    action = own(config, SacConfig).entropy_unit == "action"
-    return sum(math.log(one) for one in spec.action_reach) if action else 0.0
+    """Return the sum over the action's dimensions of log(``spec.action_reach``), or 0 for densities in [-1, 1].
+
+    Raises:
+        ConfigError: a dimension without a finite range.
+    """
+    if own(config, SacConfig).entropy_unit == "unit":
+        return 0.0
+    reach = spec.action_reach
+    for i, one in enumerate(reach):
+        if not 0 < one < math.inf:
+            raise ConfigError("algo.entropy_unit", "action", f"unit: an action of 1 is {one:g} in dimension {i}")
+    return sum(map(math.log, reach))
 
 
 def check_sac(config: Config, spec: EnvSpec, counts: Counts, device: torch.device) -> int:

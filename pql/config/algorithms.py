@@ -282,8 +282,8 @@ class SacConfig(ActorCriticConfig):
     )
     entropy_unit: str = setting(
         "unit",
-        "Unit of the actions whose log-density and entropy enter all targets and losses: unit: [-1, 1]; action: that of "
-        "the simulator's bounds (FastSAC). Both are the same for bounds of +-1.",
+        "Unit of the actions whose log-density and entropy enter all targets and losses: unit: [-1, 1]; action: that "
+        "of the simulator's bounds (FastSAC). Both are the same for bounds of +-1.",
         choices=("unit", "action"),
     )
     policy: GaussianPolicyConfig = group(GaussianPolicyConfig, "Policy.")

@@ -616,6 +616,17 @@ def test_target_entropies_above_that_of_uniform_actions_are_refused(words, bound
             check()
 
 
+def test_actions_without_a_range_have_no_unit():
+    config, spec = (
+        compose(["device=cpu", "algo=fastsac"]),
+        dataclasses.replace(SPEC, action=Box(A, (0, 1, 0), (1, 1, 1))),
+    )
+    with pytest.raises(
+        ConfigError, match=r"algo\.entropy_unit=action: expected unit: an action of 1 is 0 in dimension 1"
+    ):
+        family_of(config).policy(config, spec)
+
+
 def test_projected_targets_need_atoms():
     for words in (["algo=td3"], ["algo=fasttd3", "algo.critic.loss=hl_gauss"]):
         with pytest.raises(ConfigError, match=r"algo\.critic\.target=projected: expected min"):

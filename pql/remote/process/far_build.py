@@ -109,7 +109,7 @@ def describe_simulator(spec: Any) -> dict[str, Any]:
     bounds = {k: None if v is None else [float(x) for x in v] for k, v in limits.items()}
     longest = getattr(spec, "max_episode_steps", None)
     given = dict(getattr(spec, "info", {}))
-    info = {k: v for k, v in given.items() if isinstance(v, (bool, int, float, str))}
+    info: dict[str, Any] = {k: v for k, v in given.items() if isinstance(v, (bool, int, float, str))}
     if given.get("action_reach") is not None:
         info["action_reach"] = [float(x) for x in given["action_reach"]]
     return {
