@@ -5,7 +5,9 @@ import dataclasses
 import itertools
 import math
 import operator
+import re
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,10 +19,11 @@ from torch.nn import functional as F
 from pql.algos.registry import family_of
 from pql.config.compose import compose
 from pql.contract.env import Box, EnvSpec, ObsSpec
+from pql.data.normalize import Normalizer
 from pql.errors import ConfigError
 from pql.nets.encoders import lend_encoder
-from pql.nets.layers import BatchNorm, EnsembleLayerNorm, EnsembleLinear, EnsembleRMSNorm
-from pql.nets.mlp import BatchNormBlock, ResidualBlock
+from pql.nets.layers import BatchNorm, EnsembleLayerNorm, EnsembleLinear, EnsembleRMSNorm, batch_statistics
+from pql.nets.mlp import BatchNormBlock, Layers, ResidualBlock, mlp
 from pql.types import Batch, ObsBatch
 
 CPU = torch.device("cpu")
@@ -179,20 +182,58 @@ PUBLISHED = {
         "algo.encoder": {"kind": "resnet", "channels": [32, 64, 64], "pool": 6, "spectral_norm": True},
         "algo.critic": {"hidden": [512], "quantiles": 8, "cosines": 64, "lr": 1e-4, "eps": 0.005 / 256}
         | {"grad_clip": 10.0},
-        "algo.priority": {"alpha": 0.2, "beta": 0.4},
-        "algo.epsilon": {"kind": "decayed", "start": 1.0, "end": 0.01, "steps": 2_000_000},
+        "algo.priority": {"alpha": 0.2, "beta": 0.4, "beta_steps": 49_800_000},
+        "algo.epsilon": {"kind": "decayed", "start": 1.0, "end": 0.01, "steps": 2_000_000, "until": 24_800_000},
         "algo.munchausen": {"alpha": 0.9, "tau": 0.03, "clip": -1.0},
     },
+    "pqn": {
+        "": {"num_envs": 128},
+        "algo": {"horizon": 32, "minibatches": 32, "epochs": 2, "gamma": 0.99, "q_lambda": 0.65, "optimizer": "radam"}
+        | {"anneal_steps": None},  # LR_LINEAR_DECAY: False
+        "algo.critic": {"hidden": [], "lr": 2.5e-4, "grad_clip": 10.0},
+        "algo.encoder": {"kind": "nature", "layer_norm": True},
+        "algo.epsilon": {"kind": "annealed", "start": 1.0, "end": 0.001, "steps": 5_000_000},
+    },
 }
-TASKS = {"squint": ["task=ballbalance_pixels", "scale=gpu"], "btr": ["task=atari", "task.game=phoenix"]}
+TASKS = {
+    "squint": ["task=ballbalance_pixels", "scale=gpu"],
+    "btr": ["task=atari", "task.game=phoenix"],
+    "pqn": ["task=atari", "task.game=pong"],
+}
 
 
 @pytest.mark.parametrize("preset", PUBLISHED)
 def test_the_presets_have_the_published_values(preset):
-    config = compose([*TASKS.get(preset, ["task=pendulum", "scale=gpu"]), "device=cpu", f"algo={preset}"])
-    for group, values in PUBLISHED[preset].items():
+    assert_values(PUBLISHED[preset], *TASKS.get(preset, ["task=pendulum", "scale=gpu"]), f"algo={preset}")
+
+
+def assert_values(published, *words):
+    config = compose(["device=cpu", *words])
+    for group, values in published.items():
         part = operator.attrgetter(group)(config) if group else config
         assert {name: getattr(part, name) for name in values} == values
+
+
+def test_fasttd3_on_go1_has_the_published_values():
+    """Playground's defaults and Go1's: fast_td3/hyperparams.py, MuJoCoPlaygroundArgs and Go1JoystickFlatTerrainArgs."""
+    playground = {
+        "": {"num_envs": 1024},
+        "replay": {"capacity": 1024 * 10_240},
+        "algo": {"gamma": 0.97, "n_step": 1, "batch_size": 32_768, "v_per_step": 2, "p_per_v": 0.5, "smoothing": 0.001},
+        "algo.critic": {"atoms": 101, "v_min": -10, "v_max": 10, "target": "projected"},
+        "algo.explore": {"kind": "redrawn", "low": 0.001, "high": 0.4},
+    }
+    go1 = {
+        **playground,
+        "algo": playground["algo"] | {"v_per_step": 8, "smoothing": 0.2, "smoothing_clip": 0.5},
+        "algo.explore": {"kind": "redrawn", "low": 0.2, "high": 0.8},
+        "budget": {"env_steps": 50_000 * 1024, "seconds": None},
+    }
+    assert_values(playground, "task=playground", "task.kwargs.env=CartpoleBalance", "scale=gpu", "algo=fasttd3")
+    assert_values(go1, "task=go1_velocity", "scale=gpu", "algo=fasttd3")
+    page = (Path(__file__).parents[2] / "docs/recipes.md").read_text()
+    [command] = re.findall(r"pql train (task=playground .*?)\n```", page, re.DOTALL)
+    assert_values(go1, *command.replace("\\\n", " ").split())
 
 
 @pytest.mark.parametrize("preset", ["fasttd3", "fastsac", "flashsac", "squint"])
@@ -739,3 +780,132 @@ def test_squint():
         for p, q in zip(net.encoder.parameters(), theirs.parameters(), strict=True):
             torch.testing.assert_close(p.data, q.data, rtol=0, atol=1e-6)
     assert value.state.log_alpha().item() == pytest.approx(alpha.item(), abs=1e-6)
+
+
+# -- documented differences --------------------------------------------------------------------------------------------
+
+
+def test_the_return_at_an_episodes_end_differs_from_flashsacs():
+    """Rewards 0, -10, 0, -10, ...; gamma .5. Theirs: G <- gamma (1 - done) G + r; ours is reset after the last row."""
+    norm, theirs, returns = Normalizer({}, 1, CPU, reward_gamma=0.5), 0.0, []
+    for step in range(40_000):
+        reward, over = (0.0, -10.0)[step % 2], step % 2 == 1
+        theirs = 0.5 * (1 - over) * theirs + reward
+        returns.append(theirs)
+        if step < 1000:
+            norm.observe_reward(torch.tensor([reward]), torch.tensor([over]), torch.tensor([True]))
+    norm.freeze()
+    assert returns[:6] == [0, -10, -5, -10, -5, -10]
+    assert torch.tensor(returns).std().item() == pytest.approx(2.5, rel=1e-3)
+    assert 1 / norm.reward_scale.item() == pytest.approx(5)
+
+
+def test_xqcs_batch_norm_of_the_policy_moves_at_its_own_updates():
+    """Theirs moves at each critic update, three times as often, by 1 % of the biased variance."""
+    _, value, improve = trainers("algo=xqc")
+    assert value.state.joint
+    batch = next(batches(torch.Generator().manual_seed(5)))
+    for _ in range(3):
+        value.update(value.state, value.inputs, batch, torch.Generator())
+    layer = improve.state.policy.module.net[0]
+    assert torch.equal(layer.running_mean, torch.zeros_like(layer.running_mean))
+    improve.update(improve.state, improve.inputs, ObsBatch(batch.obs, batch.mask, batch.weight), torch.Generator())
+    seen = batch.obs["policy"]
+    torch.testing.assert_close(layer.running_mean.flatten(), 0.01 * seen.mean(0))
+    torch.testing.assert_close(layer.running_var.flatten(), 0.99 + 0.01 * seen.var(0, correction=1))
+
+
+def test_epsilons_are_those_of_the_page():
+    """A feature with a deviation of .01: 1 here, .71 with PQL's sqrt(var + 1e-4), .5 with FastTD3's std + .01."""
+    norm = Normalizer({"policy": ObsSpec((1,))}, 2, CPU)
+    norm.observe({"policy": torch.tensor([[-0.01], [0.01]])})
+    norm.freeze()
+    assert norm({"policy": torch.tensor([[0.01]])})["policy"].item() == pytest.approx(1, abs=1e-4)
+    assert (0.01 / math.sqrt(1e-4 + 1e-4), 0.01 / (0.01 + 0.01)) == pytest.approx((0.7071, 0.5), abs=1e-4)
+    for words, kind, epsilon in (
+        (["algo=xqc"], BatchNorm, 1e-5),
+        (["algo=simba_sac"], nn.LayerNorm, 1e-5),
+    ):
+        policy, _ = make_networks(compose(["device=cpu", *words]), SPEC, 3)
+        assert {layer.eps for layer in policy.modules() if isinstance(layer, kind)} == {epsilon}
+    assert Layers((4,), layer_norm=True, norm="rms").norm == "rms"
+    assert mlp(3, Layers((4,), layer_norm=True, norm="rms"), 1)[1].eps == 1e-6
+
+
+def test_xqcs_sigma_begins_near_one():
+    """A clip keeps the head's output; a tanh around it would halve the range's logarithm, to -4."""
+    geometric = {}
+    for kind in ("clip", "tanh"):
+        config = compose(["device=cpu", "algo=xqc", "scale=gpu", f"algo.policy.log_std={kind}"])
+        policy, _ = make_networks(config, SPEC, 3)
+        obs = {"policy": torch.randn(256, D, generator=torch.Generator().manual_seed(0))}
+        with torch.no_grad(), batch_statistics(policy, torch.ones(256), tracked=False):
+            geometric[kind] = policy(obs)[1].mean().exp().item()
+    assert 0.7 < geometric["clip"] < 1.4
+    assert 0.01 < geometric["tanh"] < 0.03
+
+
+VALUES = "test_the_presets_have_the_published_values"
+GAUSS, AMP = "test_gaussian_recipes", "test_updates_are_in_bfloat16_where_the_published_ones_are"
+REPPO = "test_updates_agree_with_a_second_implementation"
+BTR = "test_twenty_updates_are_those_of_the_recipe"
+COMPARED = {  # rows of docs/recipes.md that say "the same", by the test that compares them
+    "FastTD3": {
+        VALUES: "environments, batch; replay; critic; policy; optimiser; exploration",
+        "test_fasttd3": "target; target network",
+        AMP: "precision",
+    },
+    "FlashSAC": {
+        VALUES: "environments, batch, replay; gamma, n-step; temperature; updates",
+        GAUSS: "networks; weights; critic's batch; target; unit of entropies",
+        "test_learning_rates_at_the_end_of_a_run": "learning rate",
+    },
+    "FastSAC": {
+        VALUES: "environments, batch; replay; gamma, n-step; policy; updates",
+        GAUSS: "networks; target; temperature; unit of entropies; optimiser",
+        AMP: "precision",
+    },
+    "XQC": {
+        VALUES: "environments, batch, replay; n-step, warm-up; temperature; updates",
+        GAUSS: "networks; target; log sigma",
+        "test_learning_rates_at_the_end_of_a_run": "learning rate",
+    },
+    "SimBa's SAC": {
+        VALUES: "environments, batch, replay; n-step, warm-up; temperature",
+        GAUSS: "networks; optimiser",
+    },
+    "Squint": {
+        VALUES: "environments, replay; gamma, n-step; images; log sigma; batch, updates",
+        "test_squint": "convolutions; who trains the encoder; networks; target; temperature; optimiser",
+        AMP: "precision",
+    },
+    "REPPO": {
+        VALUES.replace(
+            "presets_have", "preset_has"
+        ): "environments x steps, minibatches x epochs; gamma, lambda; precision",
+        REPPO: "policy; critic; KL constraint; entropy; next embedding; optimiser; order",
+        "test_values_are_zero_at_first": "initial value",
+        "test_targets_are_soft_returns": "time limits",
+    },
+    "PQN": {
+        VALUES: "environments x steps, minibatches x epochs; gamma, lambda; epsilon; optimiser; learning rate; network"
+    },
+    "BTR": {
+        VALUES: "environments, batch; updates; gamma, n-step; replay; target network; encoder; epsilon",
+        BTR: "priorities; quantiles; heads; target; loss; optimiser",
+    },
+}
+
+
+def test_rows_that_say_the_same_are_compared_by_a_test():
+    page = (Path(__file__).parents[2] / "docs/recipes.md").read_text()
+    found = {}
+    for section in page.split("\n## ")[1:]:
+        rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line[:1] == "|"]
+        if same := {row[0] for row in rows if len(row) == 4 and row[2].startswith("the same")}:
+            found[section.splitlines()[0]] = same
+    named = {title: {row for rows in tests.values() for row in rows.split("; ")} for title, tests in COMPARED.items()}
+    assert found == named
+    files = "".join(file.read_text() for file in Path(__file__).parent.glob("test_*.py"))
+    for test in {test for tests in COMPARED.values() for test in tests}:
+        assert f"def {test}(" in files
