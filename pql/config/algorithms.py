@@ -216,7 +216,7 @@ class ActorCriticConfig(ReplayAlgoConfig):
             if net.net is not None and self.policy.encoder == "critic":
                 custom = f"own with the custom network algo.{name}.net={net.net}"
                 raise ConfigError("algo.policy.encoder", "critic", custom)
-        if self.lr_schedule != "constant" and self.lr_updates * self.clocked(self.p_per_v) > COUNTABLE:
+        if self.lr_schedule != "constant" and self.lr_updates * self.p_per_v > COUNTABLE:
             most = int(COUNTABLE / self.p_per_v)
             allowed = f"at most {most} with algo.p_per_v={self.p_per_v:g}: optimisers count up to 2^24"
             raise ConfigError("algo.lr_updates", self.lr_updates, allowed)
