@@ -193,14 +193,15 @@ def check_sac(config: Config, spec: EnvSpec, counts: Counts, device: torch.devic
     """Check a config as :func:`check_off_policy` does, and that the target entropy can be reached."""
     rows, algo = check_off_policy(config, spec, counts, device), own(config, SacConfig)
     size = cast(Box, spec.action).size
-    most = size * math.log(2) + log_reach(config, spec)
-    if algo.auto_alpha and (goal := algo.entropy_goal(size)) >= most:
-        name = next(
-            (k for k in ("target_entropy", "target_sigma") if getattr(algo, k) is not None), "entropy_per_action"
+    most = math.log(2) + log_reach(config, spec) / size  # of each dimension: that of uniform actions
+    if algo.auto_alpha and algo.entropy_goal(size) >= most * size:
+        ends = {"target_entropy": most * size, "target_sigma": math.exp(most) / math.sqrt(2 * math.pi * math.e)}
+        name = next((k for k in ends if getattr(algo, k) is not None), "entropy_per_action")
+        allowed = (
+            f"below {ends.get(name, most):.4g}, as no actions within the bounds have more entropy than uniform ones"
         )
-        other = "" if algo.entropy_unit == "unit" else ", or algo.entropy_unit=unit"
-        bound = f"a target entropy below {most:.4g}, that of uniform actions within the bounds, instead of {goal:.4g}"
-        raise ConfigError(f"algo.{name}", getattr(algo, name), bound + other)
+        other = ", or algo.entropy_unit=unit" if algo.entropy_unit == "action" else ""
+        raise ConfigError(f"algo.{name}", getattr(algo, name), allowed + other)
     return rows
 
 
