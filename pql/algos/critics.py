@@ -36,7 +36,7 @@ class CriticState(State):
     atoms: Tensor | None = None
     target_every: int = 1  # updates between target updates
     clock: Clock | None = None  # None: the target moves at every update
-    reduce: str = "min"  # the ensemble's target: min, mean, own
+    reduce: str = "min"  # the ensemble's target: min, projected, mean, own
     subset: int | None = None  # critics drawn for each target; None: all
     hl_sigma: float | None = None  # of HL-Gauss, in distances between atoms; None: C51
     joint: bool = False  # one batch of (s, a) and (s', a'), for BatchNorm
@@ -126,6 +126,8 @@ def categorical_loss(
             )
         else:
             target = projected(batch, target_distribution(probs, atoms, state.reduce), atoms, bonus)
+            # Projection moves mass beyond the support to its ends, so that the order of two means may change.
+            target = lower_mean(target, atoms) if state.reduce == "projected" else target
     log_probs = now.log_softmax(-1)  # [E, B, Z]
     return -(target * log_probs).sum(-1), log_probs.detach()[0].exp() @ atoms
 
@@ -143,8 +145,8 @@ def target_value(value: Tensor, reduce: str) -> Tensor:
 
 
 def target_distribution(probs: Tensor, atoms: Tensor, reduce: str) -> Tensor:
-    """Return an ensemble's distributions [E, B, Z] as the target's: [B, Z], or [E, B, Z] where each has its own."""
-    if reduce == "own":
+    """Return an ensemble's distributions [E, B, Z] as the target's: [B, Z], or [E, B, Z] if all are projected."""
+    if reduce in ("own", "projected"):
         return probs
     return lower_mean(probs, atoms) if reduce == "min" else probs.mean(0)
 

@@ -288,8 +288,8 @@ def make_adam(config: Config, flat: Flat, net: CriticConfig | ClimbingPolicyConf
     Args:
         per_update: its steps per critic update.
     """
-    optimizer = make_adamw(flat, net)
-    optimizer.schedule = make_lr_schedule(own(config, ActorCriticConfig), per_update)
+    optimizer, algo = make_adamw(flat, net), own(config, ActorCriticConfig)
+    optimizer.schedule = make_lr_schedule(algo, algo.clocked(per_update))
     if net.net is None and net.projected != "none":
         optimizer.project = partial(project_weights, cast(Any, flat.module).net, net.projected)
     return optimizer

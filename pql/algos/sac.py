@@ -4,8 +4,9 @@ Haarnoja et al. 2018b, with n-step targets; the entropy bonus enters at the boot
 n-step SAC. The critic's step is DDPG's.
 """
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ from pql.algos.off_policy import (
     OffPolicy,
     Tensors,
     Trainer,
+    check_off_policy,
     make_adam,
     make_atoms,
     make_deterministic_policy,
@@ -27,9 +29,11 @@ from pql.algos.registry import make_lr_schedule
 from pql.collect.actors import Noise
 from pql.config import Config, SacConfig
 from pql.config.families import own
-from pql.contract.env import EnvSpec
+from pql.contract.env import Box, EnvSpec
 from pql.engine.optim import AdamW
+from pql.engine.schedule import Counts
 from pql.engine.worker import State
+from pql.errors import ConfigError
 from pql.nets.distributions import squashed_gaussian
 from pql.nets.encoders import Outputs
 from pql.nets.layers import batch_statistics
@@ -64,6 +68,12 @@ class TemperatureState(State):
     target_entropy: Callable[[int], float] = float  # dimensions of the action -> target entropy
     auto_temperature: bool = True
     temperature_loss: str = "log"  # factor of the loss: log(alpha) (log) or alpha (exp)
+    log_reach: float = 0.0  # logarithm of the volume of [0, 1]^A in the unit of densities (algo.entropy_unit)
+
+    def sample(self, mean: Tensor, log_std: Tensor, gen: Generator) -> tuple[Tensor, Tensor]:
+        """Draw actions in [-1, 1], [B, A], with their log-density in the unit of densities, [B]."""
+        action, log_prob = squashed_gaussian(mean, log_std, gen)
+        return action, log_prob - self.log_reach if self.log_reach else log_prob
 
     def log_alpha(self) -> Tensor:
         """Return log(alpha), [1]."""
@@ -102,7 +112,7 @@ def sac_value_update(state: SacCriticState, inputs: SacValueInputs, batch: Batch
     """Step the critics towards r + discount * (Q'(s', a') - alpha log pi(a'|s')), a' ~ pi. Mutates only ``state``."""
     with torch.no_grad():
         mean, log_std = inputs.policy(batch.next_obs)
-        action, log_prob = squashed_gaussian(mean, log_std, gen)
+        action, log_prob = state.sample(mean, log_std, gen)
         log_alpha = inputs.log_alpha if state.temperature is None else state.log_alpha()
         bonus = -log_alpha.exp() * log_prob
     metrics = critic_step(state, batch, action, bonus, gen)
@@ -117,7 +127,7 @@ def sac_policy_update(state: SacPolicyState, inputs: SacPolicyInputs, batch: Obs
     share = loss_share(batch.mask, batch.weight)
     with batch_statistics(state.policy.module, batch.mask, tracked=True):
         mean, log_std = state.policy.module(batch.obs)
-    action, log_prob = squashed_gaussian(mean, log_std, gen)
+    action, log_prob = state.sample(mean, log_std, gen)
     q = ensemble_value(inputs, batch.obs, action, state.reduce)
     log_alpha = state.log_alpha() if inputs.log_alpha is None else inputs.log_alpha
     loss = (share * (log_alpha.detach().exp() * log_prob - q)).sum()
@@ -158,8 +168,41 @@ def sampled_action(policy: nn.Module, obs: Obs, noise: Noise) -> Tensor:
 def gaussian_policy(config: Config, spec: EnvSpec) -> nn.Module:
     """Create a Gaussian policy."""
     net = own(config, SacConfig).policy
-    kind = partial(GaussianPolicy, log_std=(net.log_std_min, net.log_std_max))
-    return make_deterministic_policy(config, spec, kind, probe_stochastic)
+    kind = partial(GaussianPolicy, log_std=(net.log_std_min, net.log_std_max), clip=net.log_std == "clip")
+    policy = make_deterministic_policy(config, spec, kind, probe_stochastic)
+    cast(Any, policy).log_reach = log_reach(config, spec)  # both learners are given the policy, not the specification
+    return policy
+
+
+def log_reach(config: Config, spec: EnvSpec) -> float:
+    """Return the sum over the action's dimensions of log(``spec.action_reach``), or 0 for densities in [-1, 1].
+
+    Raises:
+        ConfigError: a dimension without a finite range.
+    """
+    if own(config, SacConfig).entropy_unit == "unit":
+        return 0.0
+    reach = spec.action_reach
+    for i, one in enumerate(reach):
+        if not 0 < one < math.inf:
+            raise ConfigError("algo.entropy_unit", "action", f"unit: an action of 1 is {one:g} in dimension {i}")
+    return sum(map(math.log, reach))
+
+
+def check_sac(config: Config, spec: EnvSpec, counts: Counts, device: torch.device) -> int:
+    """Check a config as :func:`check_off_policy` does, and that the target entropy can be reached."""
+    rows, algo = check_off_policy(config, spec, counts, device), own(config, SacConfig)
+    size = cast(Box, spec.action).size
+    most = math.log(2) + log_reach(config, spec) / size  # of each dimension: that of uniform actions
+    if algo.auto_alpha and algo.entropy_goal(size) >= most * size:
+        ends = {"target_entropy": most * size, "target_sigma": math.exp(most) / math.sqrt(2 * math.pi * math.e)}
+        name = next((k for k in ends if getattr(algo, k) is not None), "entropy_per_action")
+        allowed = (
+            f"below {ends.get(name, most):.4g}, as no actions within the bounds have more entropy than uniform ones"
+        )
+        other = ", or algo.entropy_unit=unit" if algo.entropy_unit == "action" else ""
+        raise ConfigError(f"algo.{name}", getattr(algo, name), allowed + other)
+    return rows
 
 
 def make_temperature(config: Config, state: TemperatureState, per_update: float, device: torch.device) -> Flat:
@@ -171,7 +214,7 @@ def make_temperature(config: Config, state: TemperatureState, per_update: float,
     algo = own(config, SacConfig)
     flat = Flat(Temperature(algo.alpha).to(device), trained=True)
     optimizer = AdamW(flat, algo.alpha_lr, betas=(algo.policy.beta1, algo.policy.beta2))
-    optimizer.schedule = make_lr_schedule(algo, per_update)
+    optimizer.schedule = make_lr_schedule(algo, algo.clocked(per_update))
     state.temperature, state.temperature_optimizer = flat, optimizer
     state.target_entropy, state.temperature_loss = algo.entropy_goal, algo.alpha_loss
     state.auto_temperature = algo.auto_alpha
@@ -182,6 +225,7 @@ def sac_value_trainer(config: Config, critic: Critic, policy: nn.Module, device:
     """Create the V-learner's state and update."""
     algo = own(config, SacConfig)
     state = value_state(SacCriticState, config, critic, device)
+    state.log_reach = getattr(policy, "log_reach", 0.0)
     inputs = SacValueInputs(policy, torch.zeros(1, device=device))
     pulls: Tensors = {"policy": Flat(policy).tensors()}
     owns: Tensors = {"critic": state.critic.tensors()}
@@ -197,6 +241,7 @@ def sac_policy_trainer(config: Config, policy: nn.Module, critic: Critic, size: 
     algo = own(config, SacConfig)
     net, flat = algo.policy, Flat(policy, trained=True)
     state = SacPolicyState(policy=flat, optimizer=make_adam(config, flat, net, algo.p_per_v), reduce=net.reduce)
+    state.log_reach = getattr(policy, "log_reach", 0.0)
     inputs = SacPolicyInputs(critic, make_atoms(config, device))
     pulls: Tensors = {"critic": Flat(critic).tensors()}
     owns: Tensors = {"policy": flat.tensors()}
@@ -208,4 +253,7 @@ def sac_policy_trainer(config: Config, policy: nn.Module, critic: Critic, size: 
     return Trainer(state, sac_policy_update, inputs, pulls, owns)
 
 
-FAMILY = OffPolicy(SacConfig, gaussian_policy, sampled_action, sac_value_trainer, sac_policy_trainer).family()
+FAMILY = replace(
+    OffPolicy(SacConfig, gaussian_policy, sampled_action, sac_value_trainer, sac_policy_trainer).family(),
+    check=check_sac,
+)

@@ -148,8 +148,8 @@ class ReplayAlgoConfig(AlgoConfig):
     )
     lr_updates: int = setting(
         1_000_000,
-        "Updates of the critic (or Q-network) within which they fall; policy updates: times p_per_v. Optimisers count "
-        "up to 2^24.",
+        "Updates of the critic (or Q-network) within which they fall; of the policy: see lr_clock. Optimisers count up "
+        "to 2^24.",
         low=1,
         high=COUNTABLE,
         when="lr_schedule=cosine|linear",
@@ -181,6 +181,13 @@ class ActorCriticConfig(ReplayAlgoConfig):
         high=1000,
     )
     p_per_v: float = setting(0.5, "Policy updates per critic update (beta_p:v of the PQL paper).", above=0, high=1000)
+    lr_clock: str = setting(
+        "critic",
+        "Updates by which the learning rates of policy and temperature fall: critic: its updates, so that all rates "
+        "end together; own: their own, so that with p_per_v below 1 they fall more slowly (FlashSAC, XQC).",
+        choices=("critic", "own"),
+        when="lr_schedule=cosine|linear",
+    )
     amp: bool = setting(False, "Run the learners' networks in bfloat16 (autocast); collection uses float32.")
     encoder: AugmentedEncoderConfig = group(AugmentedEncoderConfig, "Convolutional encoder of each image observation.")
     critic: CriticConfig = group(CriticConfig, "Critics.")
@@ -191,9 +198,17 @@ class ActorCriticConfig(ReplayAlgoConfig):
     def ratios(self) -> dict[str, float]:
         return {"v_per_step": self.v_per_step, "p_per_v": self.p_per_v}
 
+    def clocked(self, per_update: float) -> float:
+        """Return the steps per update of the learning-rate schedule's clock of a network with ``per_update`` steps per
+        critic update."""
+        return per_update if self.lr_clock == "critic" else 1.0
+
     def check(self, config: "Config") -> None:
         super().check(config)
         check_support(self.critic)
+        if self.critic.target == "projected" and (self.critic.atoms is None or self.critic.loss != "c51"):
+            allowed = "min, which is the same without algo.critic.atoms and algo.critic.loss=c51"
+            raise ConfigError("algo.critic.target", "projected", allowed)
         for name in ("policy", "critic"):
             net = getattr(self, name)
             if net.net is not None and self.amp:
@@ -264,6 +279,12 @@ class SacConfig(ActorCriticConfig):
         above=0,
         high=10,
         when="target_entropy=null",
+    )
+    entropy_unit: str = setting(
+        "unit",
+        "Unit of the actions whose log-density and entropy enter all targets and losses: unit: [-1, 1]; action: that "
+        "of the simulator's bounds (FastSAC). Both are the same for bounds of +-1.",
+        choices=("unit", "action"),
     )
     policy: GaussianPolicyConfig = group(GaussianPolicyConfig, "Policy.")
 

@@ -226,16 +226,17 @@ class CriticConfig(CategoricalNetConfig, TrunkConfig):
     ensemble: int = setting(2, "Critics, evaluated as one batched network.", low=1, high=100, weights="critic")
     target: str = setting(
         "min",
-        "The ensemble's target: min: the smallest value (categorical: the distribution with the lowest mean); mean: "
-        "the mean of all; own: each critic has its own.",
-        choices=("min", "mean", "own"),
+        "The ensemble's target: min: the smallest value (categorical: the distribution with the lowest mean); "
+        "projected: the distribution whose mean is the lowest after the projection to the atoms (FastTD3); mean: the "
+        "mean of all; own: each critic has its own.",
+        choices=("min", "projected", "mean", "own"),
     )
     subset: int | None = setting(
         None,
         "Critics drawn at random for the target of each update (REDQ; Chen et al. 2021); null: all.",
         low=1,
         high=100,
-        when="target=min|mean",
+        when="target=min|projected|mean",
     )
     tau: float = setting(
         0.05, "Weight of the critic in an update of the target network (Polyak averaging).", above=0, high=1
@@ -324,6 +325,14 @@ class DeterministicPolicyConfig(ClimbingPolicyConfig):
 class GaussianPolicyConfig(ClimbingPolicyConfig):
     """A Gaussian policy with a tanh."""
 
+    log_std: str = setting(
+        "tanh",
+        "How the network's output becomes the log standard deviation: tanh: mapped into its range, which keeps a "
+        "gradient at both ends; clip: clipped to it (XQC).",
+        choices=("tanh", "clip"),
+        when="net=null",
+        weights="policy",
+    )
     log_std_min: float = setting(
         -5.0, "Smallest log standard deviation.", low=-20, high=2, when="net=null", weights="policy"
     )

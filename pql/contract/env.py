@@ -7,7 +7,7 @@ simulator: ``registry.py`` resolves names when they are used.
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -40,8 +40,8 @@ class Box:
 
     Attributes:
         size: action dimensions A.
-        low, high: the simulator's bounds, one value per dimension; None means [-1, 1]. Only exported policies, which
-            return actions within these bounds, read them.
+        low, high: the simulator's bounds, one value per dimension; None means [-1, 1]. Exported policies return actions
+            within these bounds, and ``algo.entropy_unit=action`` measures entropies in their unit.
     """
 
     size: int
@@ -98,7 +98,8 @@ class EnvSpec:
         stream: CUDA stream on which the simulator works: ``current`` (PyTorch's current stream) or ``default`` (the
             legacy default stream, with which the collector then synchronises by events).
         info: optional properties. ``dt``: seconds per step, for videos; ``lost_life``: ``terminated`` may be set where
-            the episode continues; ``restarts``: the simulator may begin an episode (``first``) without ending one.
+            the episode continues; ``restarts``: the simulator may begin an episode (``first``) without ending one;
+            ``action_reach``: see the property of this name.
     """
 
     name: str
@@ -116,6 +117,17 @@ class EnvSpec:
     spread: int = 1
     stream: Literal["current", "default"] = "current"
     info: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def action_reach(self) -> tuple[float, ...]:
+        """Distance in the simulator's units from an action of 0 to one of 1, for each dimension of a :class:`Box`.
+
+        ``info["action_reach"]`` where an action of 1 here is several of an original task, else half of each range.
+        """
+        if (reach := self.info.get("action_reach")) is not None:
+            return tuple(float(one) for one in reach)
+        low, high = cast(Box, self.action).bounds
+        return tuple((top - bottom) / 2 for bottom, top in zip(low, high, strict=True))
 
 
 @runtime_checkable

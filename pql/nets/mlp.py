@@ -287,6 +287,7 @@ class GaussianPolicy(Reads):
 
     Args:
         log_std: range of the log standard deviation.
+        clip: clip the output to it, which has no gradient beyond its ends; False: map all outputs into it by a tanh.
     """
 
     def __init__(
@@ -295,16 +296,16 @@ class GaussianPolicy(Reads):
         action_size: int,
         layers: Layers,
         log_std: tuple[float, float] = (LOG_STD_MIN, LOG_STD_MAX),
+        clip: bool = False,
     ):
         super().__init__(source)
         self.net = mlp(source.size, layers, 2 * action_size)
-        self.log_std = log_std
+        self.log_std, self.clip = log_std, clip
 
     def forward(self, obs: Obs) -> tuple[Tensor, Tensor]:
         mean, spread = self.outputs(obs).chunk(2, -1)
         low, high = self.log_std
-        # A smooth map into the range keeps a gradient at both ends; a clamp has none.
-        return mean, low + 0.5 * (high - low) * (torch.tanh(spread) + 1)
+        return mean, spread.clamp(low, high) if self.clip else low + 0.5 * (high - low) * (torch.tanh(spread) + 1)
 
     def mean_action(self, obs: Obs) -> Tensor:
         """Return tanh(mean), [B, A] in [-1, 1]."""

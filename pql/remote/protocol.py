@@ -186,7 +186,7 @@ def check_facts(facts: Any) -> dict[str, Any]:
         "autoreset": lambda v: v in ("same_step", "next_step"),
         "final_obs": lambda v: v in ("always", "on_done", "never"),
         "log": lambda v: isinstance(v, list) and len(v) <= 256 and all(map(is_text, v)),
-        "info": lambda v: isinstance(v, dict),
+        "info": lambda v: isinstance(v, dict) and is_numbers(v.get("action_reach"), facts["action"].get("size")),
     }
     for name, rule in rules.items():
         if name not in facts or not rule(facts[name]):

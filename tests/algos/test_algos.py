@@ -198,9 +198,11 @@ def value_loss(batch, plain, target, action, bonus, atoms, reduce="min", sigma=N
             if sigma is None:
                 lower = probs[values.index(min(values))]
                 both = [(x + y) / 2 for x, y in zip(*probs, strict=True)]
-                aims = {"min": [lower] * n, "mean": [both] * n, "own": probs}[reduce]
+                aims = {"min": [lower] * n, "mean": [both] * n}.get(reduce, probs)
                 support = [(reward[b] + discount[b] * (z + bonus[b])).item() for z in atoms.tolist()]
                 ys = [c51_projection(support, aim, atoms.tolist()) for aim in aims]
+                if reduce == "projected":
+                    ys = [min(ys, key=lambda y: sum(p * z for p, z in zip(y, atoms.tolist(), strict=True)))] * n
             else:
                 aims = {"min": [min(values)] * n, "mean": [sum(values) / 2] * n, "own": values}[reduce]
                 means = [(reward[b] + discount[b] * (aim + bonus[b])).item() for aim in aims]
@@ -250,8 +252,12 @@ def test_ddpg_value_update(smoothing, atoms):
     assert metrics["value/q"].item() == pytest.approx(value, abs=1e-5)
 
 
-@pytest.mark.parametrize(("atoms", "sigma"), [(None, None), (ATOMS, None), (ATOMS, 0.75)], ids=["scalar", "c51", "hl"])
-@pytest.mark.parametrize("reduce", ["min", "mean", "own"])
+TARGETS = [
+    (*kind, reduce) for reduce in ("min", "mean", "own") for kind in ((None, None), (ATOMS, None), (ATOMS, 0.75))
+]
+
+
+@pytest.mark.parametrize(("atoms", "sigma", "reduce"), [*TARGETS, (ATOMS, None, "projected")])
 def test_sac_value_update(atoms, sigma, reduce):
     state = value_state(atoms, sac.SacCriticState, reduce=reduce, hl_sigma=sigma)
     batch, inputs = make_batch(), sac_inputs()
@@ -264,6 +270,19 @@ def test_sac_value_update(atoms, sigma, reduce):
     moved = check_step(state.critic, metrics, "critic", plain, loss)
     check_polyak(state.target, target.values(), moved)
     assert metrics["value/q"].item() == pytest.approx(value, abs=1e-5)
+
+
+def test_the_lower_critic_may_change_when_targets_leave_the_support():
+    """Means 0 and .1; shifted by .9 on atoms that end at 1, they are .9 and .45 * -.1 + .55 = .505."""
+    atoms, flat = torch.tensor([-1.0, 0.0, 1.0]), torch.tensor([[[0.0, 1.0, 0.0]], [[0.45, 0.0, 0.55]]])
+    batch = make_batch(0, 1)._replace(reward=torch.tensor([0.9]), discount=torch.tensor([1.0]))
+    losses = {}
+    for reduce in ("min", "projected"):
+        state, now = value_state(atoms, reduce=reduce), torch.tensor([[[0.0, 0.0, 1.0]]] * 2)
+        losses[reduce] = critics.categorical_loss(state, batch, now, flat.log(), None)[0]
+    log = torch.tensor([0.0, 0.0, 1.0]).log_softmax(0)
+    for reduce, goal in (("min", [0.0, 0.1, 0.9]), ("projected", [0.045, 0.405, 0.55])):
+        torch.testing.assert_close(losses[reduce], torch.full((2, 1), -float(torch.tensor(goal) @ log)))
 
 
 def test_both_targets_move_with_the_delayed_policy_update(monkeypatch):

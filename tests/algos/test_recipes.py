@@ -1,9 +1,13 @@
 """Presets of published recipes: their updates against a second implementation, written from the recipe."""
 
 import copy
+import dataclasses
 import itertools
 import math
 import operator
+import re
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,14 +19,17 @@ from torch.nn import functional as F
 from pql.algos.registry import family_of
 from pql.config.compose import compose
 from pql.contract.env import Box, EnvSpec, ObsSpec
+from pql.data.normalize import Normalizer
+from pql.errors import ConfigError
 from pql.nets.encoders import lend_encoder
-from pql.nets.layers import BatchNorm, EnsembleLayerNorm, EnsembleLinear, EnsembleRMSNorm
-from pql.nets.mlp import BatchNormBlock, ResidualBlock
+from pql.nets.layers import BatchNorm, EnsembleLayerNorm, EnsembleLinear, EnsembleRMSNorm, batch_statistics
+from pql.nets.mlp import BatchNormBlock, Layers, ResidualBlock, mlp
 from pql.types import Batch, ObsBatch
 
 CPU = torch.device("cpu")
 B, D, A = 24, 5, 3  # batch, observation, action
 SPEC = EnvSpec("made up", 8, {"policy": ObsSpec((D,))}, Box(A), CPU)
+JOINTS = dataclasses.replace(SPEC, action=Box(A, (-0.5, -8.0, -20.0), (1.5, 0.0, 20.0)))  # half ranges 1, 4, 20
 UPDATES = 20
 
 
@@ -98,7 +105,7 @@ PUBLISHED = {
         | {"smoothing": 0.001, "smoothing_clip": 0.5, "lr_schedule": "constant"},
         "algo.explore": {"kind": "redrawn", "low": 0.001, "high": 0.4, "repeat": False},
         "algo.critic": {"hidden": [1024, 512, 256], "activation": "relu", "atoms": 251, "v_min": -10, "v_max": 10}
-        | {"ensemble": 2, "target": "min", "tau": 0.1, "lr": 3e-4, "beta2": 0.999, "weight_decay": 0.1}
+        | {"ensemble": 2, "target": "projected", "tau": 0.1, "lr": 3e-4, "beta2": 0.999, "weight_decay": 0.1}
         | {"grad_clip": None},
         "algo.policy": {"hidden": [512, 256, 128], "activation": "relu", "head": "small", "reduce": "min"}
         | {"lr": 3e-4, "beta2": 0.999, "weight_decay": 0.1, "grad_clip": None},
@@ -109,7 +116,8 @@ PUBLISHED = {
         "algo": {"batch_size": 2048, "gamma": 0.99, "n_step": 3, "v_per_step": 2, "p_per_v": 0.5, "alpha": 0.01}
         | {"alpha_lr": 3e-4, "target_sigma": 0.15, "normalize_obs": False, "normalize_reward": True}
         | {"return_cap": 5.0, "reward_scale": 1.0, "lr_schedule": "cosine", "lr_final": 0.5}
-        | {"lr_updates": 50_000_000 // 1024 * 2, "warmup_steps": -(-100_000 // 1024)},
+        | {"lr_updates": 50_000_000 // 1024 * 2, "lr_clock": "own", "warmup_steps": -(-100_000 // 1024)}
+        | {"entropy_unit": "unit"},
         "algo.explore": {"repeat": True},
         "algo.critic": {"hidden": [256, 256], "trunk": "residual", "batch_norm": True, "unit_weights": "all"}
         | {"atoms": 101, "v_min": -5, "v_max": 5, "ensemble": 2, "target": "min", "tau": 0.01, "lr": 3e-4}
@@ -122,7 +130,7 @@ PUBLISHED = {
         "replay": {"capacity": 4096 * 1024},
         "algo": {"batch_size": 8192, "gamma": 0.97, "n_step": 1, "warmup_steps": 10, "v_per_step": 8, "p_per_v": 0.25}
         | {"alpha": 0.001, "alpha_lr": 3e-4, "alpha_updates": "critic", "entropy_per_action": 0.0}
-        | {"normalize_obs": True, "normalize_reward": False},
+        | {"entropy_unit": "action", "normalize_obs": True, "normalize_reward": False},
         "algo.critic": {"hidden": [768, 384, 192], "layer_norm": True, "activation": "silu", "atoms": 101}
         | {"v_min": -20, "v_max": 20, "ensemble": 2, "target": "own", "tau": 0.125, "lr": 3e-4, "beta2": 0.95}
         | {"weight_decay": 0.001, "grad_clip": None},
@@ -136,11 +144,12 @@ PUBLISHED = {
         "algo": {"batch_size": 256, "gamma": 1 - 5 / 500, "n_step": 1, "warmup_steps": 5000, "v_per_step": 2}
         | {"p_per_v": 0.333333, "alpha": 0.01, "alpha_lr": 3e-4, "entropy_per_action": -0.5}
         | {"normalize_obs": False, "normalize_reward": True, "reward_scale": 1.0}
-        | {"return_cap": None, "lr_schedule": "linear", "lr_final": 0.1, "lr_updates": 2 * 1_000_000},
+        | {"return_cap": None, "lr_schedule": "linear", "lr_final": 0.1, "lr_updates": 2 * 1_000_000}
+        | {"lr_clock": "own"},
         "algo.critic": {"hidden": [512] * 4, "batch_norm": True, "unit_weights": "linear", "activation": "relu"}
         | {"atoms": 101, "v_min": -5, "v_max": 5, "ensemble": 2, "target": "min", "tau": 0.005, "lr": 3e-4},
         "algo.policy": {"hidden": [256] * 4, "batch_norm": True, "unit_weights": "linear", "activation": "relu"}
-        | {"reduce": "min", "log_std_min": -10.0, "log_std_max": 2.0, "lr": 3e-4},
+        | {"reduce": "min", "log_std": "clip", "log_std_min": -10.0, "log_std_max": 2.0, "lr": 3e-4},
     },
     "simba_sac": {
         "": {"num_envs": 1},
@@ -173,20 +182,58 @@ PUBLISHED = {
         "algo.encoder": {"kind": "resnet", "channels": [32, 64, 64], "pool": 6, "spectral_norm": True},
         "algo.critic": {"hidden": [512], "quantiles": 8, "cosines": 64, "lr": 1e-4, "eps": 0.005 / 256}
         | {"grad_clip": 10.0},
-        "algo.priority": {"alpha": 0.2, "beta": 0.4},
-        "algo.epsilon": {"kind": "decayed", "start": 1.0, "end": 0.01, "steps": 2_000_000},
+        "algo.priority": {"alpha": 0.2, "beta": 0.4, "beta_steps": 49_800_000},
+        "algo.epsilon": {"kind": "decayed", "start": 1.0, "end": 0.01, "steps": 2_000_000, "until": 24_800_000},
         "algo.munchausen": {"alpha": 0.9, "tau": 0.03, "clip": -1.0},
     },
+    "pqn": {
+        "": {"num_envs": 128},
+        "algo": {"horizon": 32, "minibatches": 32, "epochs": 2, "gamma": 0.99, "q_lambda": 0.65, "optimizer": "radam"}
+        | {"anneal_steps": None},  # LR_LINEAR_DECAY: False
+        "algo.critic": {"hidden": [], "lr": 2.5e-4, "grad_clip": 10.0},
+        "algo.encoder": {"kind": "nature", "layer_norm": True},
+        "algo.epsilon": {"kind": "annealed", "start": 1.0, "end": 0.001, "steps": 5_000_000},
+    },
 }
-TASKS = {"squint": ["task=ballbalance_pixels", "scale=gpu"], "btr": ["task=atari", "task.game=phoenix"]}
+TASKS = {
+    "squint": ["task=ballbalance_pixels", "scale=gpu"],
+    "btr": ["task=atari", "task.game=phoenix"],
+    "pqn": ["task=atari", "task.game=pong"],
+}
 
 
 @pytest.mark.parametrize("preset", PUBLISHED)
 def test_the_presets_have_the_published_values(preset):
-    config = compose([*TASKS.get(preset, ["task=pendulum", "scale=gpu"]), "device=cpu", f"algo={preset}"])
-    for group, values in PUBLISHED[preset].items():
+    assert_values(PUBLISHED[preset], *TASKS.get(preset, ["task=pendulum", "scale=gpu"]), f"algo={preset}")
+
+
+def assert_values(published, *words):
+    config = compose(["device=cpu", *words])
+    for group, values in published.items():
         part = operator.attrgetter(group)(config) if group else config
         assert {name: getattr(part, name) for name in values} == values
+
+
+def test_fasttd3_on_go1_has_the_published_values():
+    """Playground's defaults and Go1's: fast_td3/hyperparams.py, MuJoCoPlaygroundArgs and Go1JoystickFlatTerrainArgs."""
+    playground = {
+        "": {"num_envs": 1024},
+        "replay": {"capacity": 1024 * 10_240},
+        "algo": {"gamma": 0.97, "n_step": 1, "batch_size": 32_768, "v_per_step": 2, "p_per_v": 0.5, "smoothing": 0.001},
+        "algo.critic": {"atoms": 101, "v_min": -10, "v_max": 10, "target": "projected"},
+        "algo.explore": {"kind": "redrawn", "low": 0.001, "high": 0.4},
+    }
+    go1 = {
+        **playground,
+        "algo": playground["algo"] | {"v_per_step": 8, "smoothing": 0.2, "smoothing_clip": 0.5},
+        "algo.explore": {"kind": "redrawn", "low": 0.2, "high": 0.8},
+        "budget": {"env_steps": 50_000 * 1024, "seconds": None},
+    }
+    assert_values(playground, "task=playground", "task.kwargs.env=CartpoleBalance", "scale=gpu", "algo=fasttd3")
+    assert_values(go1, "task=go1_velocity", "scale=gpu", "algo=fasttd3")
+    page = (Path(__file__).parents[2] / "docs/recipes.md").read_text()
+    [command] = re.findall(r"pql train (task=playground .*?)\n```", page, re.DOTALL)
+    assert_values(go1, *command.replace("\\\n", " ").split())
 
 
 @pytest.mark.parametrize("preset", ["fasttd3", "fastsac", "flashsac", "squint"])
@@ -196,8 +243,10 @@ def test_updates_are_in_bfloat16_where_the_published_ones_are(preset):
 
 
 def test_fasttd3():
-    """Two critic updates to one of the policy; targets of the head with the lower mean, from the current policy."""
-    config, value, improve = trainers("algo=fasttd3", "algo.critic.atoms=11")
+    """Two critic updates to one of the policy; targets of the head whose projection has the lower mean, from the
+    current policy."""
+    narrow = ("algo.critic.v_min=-2", "algo.critic.v_max=2")  # so that targets leave the support
+    config, value, improve = trainers("algo=fasttd3", "algo.critic.atoms=11", *narrow)
     algo = config.algo
     assert (algo.smoothing, algo.smoothing_clip, algo.critic.tau, algo.v_per_step, algo.p_per_v) == (
         1e-3,
@@ -206,11 +255,13 @@ def test_fasttd3():
         2,
         0.5,
     )
+    for net in (value.state.critic, value.state.target):
+        net.module.net[-1].weight.data.mul_(30)  # distributions of all shapes
     critics, targets = members(value.state.critic.module), members(value.state.target.module)
     actor = copy.deepcopy(value.inputs.policy.net).requires_grad_(True)  # the policy at the start
     critic_optim = torch.optim.AdamW([p for c in critics for p in c.parameters()], lr=3e-4, weight_decay=0.1)
     actor_optim = torch.optim.AdamW(actor.parameters(), lr=3e-4, weight_decay=0.1)
-    atoms = torch.linspace(-10, 10, 11).double()
+    atoms, changed = torch.linspace(-2, 2, 11).double(), 0
     gen, noise, theirs = (
         torch.Generator().manual_seed(5),
         torch.Generator().manual_seed(1),
@@ -225,9 +276,13 @@ def test_fasttd3():
             heads = [F.softmax(target(x), -1) for target in targets]
             goal = torch.empty(B, 11).double()
             for i in range(B):
-                lower = min((head[i] for head in heads), key=lambda p: float(p @ atoms))
                 support = [(batch.reward[i] + batch.discount[i] * z).item() for z in atoms]
-                goal[i] = torch.tensor(c51_projection(support, lower.tolist(), atoms.tolist()))
+                ends = [
+                    torch.tensor(c51_projection(support, h[i].tolist(), atoms.tolist()), dtype=h.dtype) for h in heads
+                ]
+                goal[i] = min(ends, key=lambda p: float(p @ atoms))
+                before, after = (float((one - two) @ atoms) for one, two in (ends, [head[i] for head in heads]))
+                changed += before * after < -1e-3
         x = torch.cat((batch.obs["policy"], batch.action), 1)
         loss = sum(-(goal * F.log_softmax(critic(x), -1)).sum(-1).mean() for critic in critics)
         critic_optim.zero_grad()
@@ -254,6 +309,7 @@ def test_fasttd3():
             assert metrics["loss/policy"].item() == pytest.approx(loss.item(), abs=6e-8)
             assert_same_gradients(improve.state.policy.module, [actor])
             exchange(value, improve)
+    assert changed > 0  # rows for which the other head would be chosen before the projection
     assert_equal_networks(value.state.critic.module, critics)
     assert_equal_networks(value.state.target.module, targets)
     assert_equal_networks(improve.state.policy.module, [actor])
@@ -355,14 +411,15 @@ def normalize_weights(net: nn.Module, kind: str) -> None:
                 part *= math.sqrt(len(module.gain)) / joint
 
 
-def sampled(net, obs, gen, low, high):
-    """A tanh-Gaussian action and its log-probability, element by element in the noise's order."""
+def sampled(net, obs, gen, low, high, clip=False, scale=(1.0,)):
+    """A tanh-Gaussian action and its log-probability, element by element in the noise's order; the density is that of
+    the action times ``scale``."""
     mean, raw = net(obs).chunk(2, -1)
-    log_std = low + 0.5 * (high - low) * (torch.tanh(raw) + 1)
+    log_std = raw.clamp(low, high) if clip else low + 0.5 * (high - low) * (torch.tanh(raw) + 1)
     noise = torch.randn(mean.shape, generator=gen).double()
     before = mean + log_std.exp() * noise
     log_prob = -0.5 * noise**2 - log_std - 0.5 * math.log(2 * math.pi)
-    log_prob = log_prob - 2 * (math.log(2) - before - F.softplus(-2 * before))
+    log_prob = log_prob - 2 * (math.log(2) - before - F.softplus(-2 * before)) - torch.tensor(scale).double().log()
     return torch.tanh(before), log_prob.sum(-1)
 
 
@@ -378,13 +435,12 @@ GAUSSIAN = {
 }
 
 
-def rate(name, update, per_update=1.0):
-    """The learning rate of a step: cosine to a half, linear to a tenth, or constant."""
-    done = min(update / (100_000 * per_update), 1.0)
+def rate(name, update):
+    """The learning rate of a network's step: cosine to a half, linear to a tenth, or constant."""
     if name == "flashsac":
-        return 3e-4 * (0.5 + 0.5 * 0.5 * (1 + math.cos(math.pi * done)))
+        return 3e-4 * (0.5 + 0.5 * 0.5 * (1 + math.cos(math.pi * update / 40)))
     if name == "xqc":
-        return 3e-4 * (0.1 + 0.9 * (1 - min(update / (200_000 * per_update), 1.0)))
+        return 3e-4 * (0.1 + 0.9 * (1 - update / 40))
     return {"fastsac": 3e-4, "simba_sac": 1e-4, "pql2": 1e-3}[name]
 
 
@@ -398,7 +454,7 @@ def test_atoms_span_up_to_twice_the_returns_that_the_cap_admits(name):
 
 @pytest.mark.parametrize("name", GAUSSIAN)
 def test_gaussian_recipes(name):
-    """Losses, gradients, weights, running statistics and temperature over 20 updates.
+    """Losses, gradients, weights, running statistics and temperature over 20 updates, with bounds other than +-1.
 
     Ours has the temperature in float32.
     """
@@ -406,7 +462,9 @@ def test_gaussian_recipes(name):
     words = [] if kind == "scalar" else ["algo.critic.atoms=11"]
     residual = name in ("flashsac", "simba_sac")
     hidden = ("algo.critic.hidden=[6]", "algo.policy.hidden=[4]") if residual else ()
-    config, value, improve = trainers(f"algo={name}", *words, *hidden)
+    horizon = ["algo.lr_updates=40"] if name in ("flashsac", "xqc") else []
+    config, value, improve = trainers(f"algo={name}", *words, *hidden, *horizon, spec=JOINTS)
+    shape = {"clip": name == "xqc", "scale": (1.0, 4.0, 20.0) if name == "fastsac" else (1.0,)}
     critics = [separate(value.state.critic.module, e) for e in range(2)]
     targets = [separate(value.state.target.module, e) for e in range(2)]
     actor = separate(value.inputs.policy)
@@ -420,11 +478,11 @@ def test_gaussian_recipes(name):
     batch_norm = name in ("flashsac", "xqc")
     gen, noise, theirs = (torch.Generator().manual_seed(seed) for seed in (5, 1, 1))
 
-    def temper(log_prob, step, per_update):
+    def temper(log_prob, step):
         mean_entropy = -log_prob.detach().mean()
         alpha_optim.zero_grad()
         (alpha.exp() * (mean_entropy - A * entropy)).sum().backward()
-        alpha_optim.param_groups[0]["lr"] = rate(name, step, per_update)
+        alpha_optim.param_groups[0]["lr"] = rate(name, step)
         alpha_optim.step()
 
     exchange(value, improve)
@@ -433,7 +491,7 @@ def test_gaussian_recipes(name):
         obs, ahead = batch.obs["policy"], batch.next_obs["policy"]
         now_alpha = alpha.detach().exp()
         with torch.no_grad():
-            action, log_prob = sampled(set_mode(actor, False), ahead, theirs, *span)
+            action, log_prob = sampled(set_mode(actor, False), ahead, theirs, *span, **shape)
         pair = torch.cat((torch.cat((obs, batch.action), 1), torch.cat((ahead, action), 1)))
 
         def heads(nets, pair=pair):
@@ -478,12 +536,12 @@ def test_gaussian_recipes(name):
                 for p, q in zip(critic.parameters(), target.parameters(), strict=True):
                     q += tau * (p - q)
         if name in ("fastsac", "pql2"):
-            temper(log_prob, update, 1.0)
+            temper(log_prob, update)
         exchange(value, improve)
         if update % every == every - 1:
             part = ObsBatch(batch.obs, batch.mask, batch.weight)
             metrics = improve.update(improve.state, improve.inputs, part, noise)
-            action, log_prob = sampled(set_mode(actor, batch_norm), obs, theirs, *span)
+            action, log_prob = sampled(set_mode(actor, batch_norm), obs, theirs, *span, **shape)
             x = torch.cat((obs, action), 1)
             outs = [set_mode(critic, False)(x) for critic in critics]
             q = torch.stack([out[:, 0] if kind == "scalar" else F.softmax(out, -1) @ atoms for out in outs])
@@ -493,12 +551,12 @@ def test_gaussian_recipes(name):
             loss.backward()
             assert_same_gradients(improve.state.policy.module, [actor])
             step = update // every
-            actor_optim.param_groups[0]["lr"] = rate(name, step, 1 / every)
+            actor_optim.param_groups[0]["lr"] = rate(name, step)
             actor_optim.step()
             normalize_weights(actor, unit)
             assert metrics["loss/policy"].item() == pytest.approx(loss.item(), abs=1e-6)
             if name not in ("fastsac", "pql2"):
-                temper(log_prob, step, 1 / every)
+                temper(log_prob, step)
             exchange(value, improve)
             assert metrics["policy/alpha"].item() == pytest.approx(alpha.exp().item(), abs=1e-6)
     assert_same(value.state.critic.module, critics)
@@ -527,6 +585,98 @@ def assert_same(ours: nn.Module, theirs: list[nn.Sequential], statistics: bool =
         for a, b in zip(*norms, strict=True):
             if statistics:
                 torch.testing.assert_close((a.mean, a.var), (b.mean, b.var), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("preset", "ends"),
+    [("flashsac", (1.5e-4, 2.25e-4)), ("xqc", (3e-5, 2.1e-4))],  # after all updates: half, or a third, are the policy's
+)
+def test_learning_rates_at_the_end_of_a_run(preset, ends):
+    config, value, improve = trainers(f"algo={preset}", "scale=gpu", "algo.amp=false", "algo.critic.hidden=[4]")
+    critic, policy = value.state.optimizer, improve.state.optimizer
+    total = torch.tensor(float(config.algo.lr_updates))
+    own = total * config.algo.p_per_v
+    for optimizer, count, end in (
+        (critic, total, ends[0]),
+        (policy, own, ends[1]),
+        (improve.state.temperature_optimizer, own, ends[1]),
+    ):
+        assert 3e-4 * float(optimizer.schedule(count)) == pytest.approx(end, rel=1e-6)
+
+
+def entropies(*words, spec):
+    """Entropy and loss of the policy's first update of FastSAC, whose heads are zero: sigma is exp(-2.5)."""
+    _, value, improve = trainers("algo=fastsac", *words, spec=spec)
+    exchange(value, improve)
+    batch = next(batches(torch.Generator().manual_seed(5)))
+    part = ObsBatch(batch.obs, batch.mask, batch.weight)
+    metrics = improve.update(improve.state, improve.inputs, part, torch.Generator().manual_seed(1))
+    return metrics["policy/entropy"].item(), metrics["loss/policy"].item(), value.state
+
+
+def test_entropies_are_in_units_of_the_action():
+    """``log_prob -= log(action_scale)``: a target of 0 is -1.9 per joint of [-1, 1] where an action of 1 is 6.686."""
+    reach = math.exp(1.9)
+    joints = dataclasses.replace(SPEC, action=Box.within(A, reach))
+    entropy, loss, state = entropies(spec=joints)
+    plain, plain_loss, _ = entropies("algo.entropy_unit=unit", spec=joints)
+    assert entropy - plain == pytest.approx(1.9 * A, abs=1e-6)
+    assert loss - plain_loss == pytest.approx(-0.001 * 1.9 * A, abs=1e-8)  # the first temperature is 0.001
+    assert plain / A == pytest.approx(-2.5 + HALF_LOG, abs=0.2)
+    assert state.target_entropy(A) == 0
+    assert entropies(spec=SPEC)[:2] == entropies("algo.entropy_unit=unit", spec=SPEC)[:2]  # bounds of +-1
+    own = dataclasses.replace(SPEC, info={"action_reach": (reach,) * A})  # a task with a unit other than its bounds
+    assert entropies(spec=own)[0] == pytest.approx(entropy, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("words", "bound", "named"),
+    [
+        (
+            ["algo=fastsac"],
+            0.4,
+            r"algo\.entropy_per_action=0(\.0)?: expected below -0\.2231, .*, or algo.entropy_unit=unit$",
+        ),
+        (["algo=fastsac", "algo.entropy_unit=unit"], 0.4, None),
+        (["algo=fastsac"], 1.0, None),
+        (
+            ["algo=sac", "algo.entropy_per_action=0.7"],
+            1.0,
+            r"algo\.entropy_per_action=0\.7: .* below 0\.6931, .* ones$",
+        ),
+        (["algo=sac", "algo.target_entropy=2.1"], 1.0, r"algo\.target_entropy=2\.1: expected below 2\.079, "),
+        (["algo=sac", "algo.entropy_unit=action", "algo.auto_alpha=false"], 0.01, None),
+        (["algo=flashsac", "algo.target_sigma=0.5"], 1.0, r"algo\.target_sigma=0\.5: expected below 0\.4839, "),
+        (["algo=flashsac", "algo.target_sigma=0.48"], 1.0, None),
+    ],
+)
+def test_target_entropies_above_that_of_uniform_actions_are_refused(words, bound, named):
+    """No policy within the bounds has them, so that the temperature would grow without end."""
+    config = compose(["task=pendulum", "device=cpu", "replay.capacity=10000", *words])
+    spec = dataclasses.replace(SPEC, action=Box.within(A, bound), max_episode_steps=200)
+    check = partial(family_of(config).check, config, spec, family_of(config).counts(config), CPU)
+    if named is None:
+        assert check() > 0
+    else:
+        with pytest.raises(ConfigError, match=named):
+            check()
+
+
+def test_actions_without_a_range_have_no_unit():
+    config, spec = (
+        compose(["device=cpu", "algo=fastsac"]),
+        dataclasses.replace(SPEC, action=Box(A, (0, 1, 0), (1, 1, 1))),
+    )
+    with pytest.raises(
+        ConfigError, match=r"algo\.entropy_unit=action: expected unit: an action of 1 is 0 in dimension 1"
+    ):
+        family_of(config).policy(config, spec)
+
+
+def test_projected_targets_need_atoms():
+    for words in (["algo=td3"], ["algo=fasttd3", "algo.critic.loss=hl_gauss"]):
+        with pytest.raises(ConfigError, match=r"algo\.critic\.target=projected: expected min"):
+            compose(["device=cpu", *words, "algo.critic.target=projected"])
 
 
 # -- Squint ------------------------------------------------------------------------------------------------------------
@@ -635,3 +785,132 @@ def test_squint():
         for p, q in zip(net.encoder.parameters(), theirs.parameters(), strict=True):
             torch.testing.assert_close(p.data, q.data, rtol=0, atol=1e-6)
     assert value.state.log_alpha().item() == pytest.approx(alpha.item(), abs=1e-6)
+
+
+# -- documented differences --------------------------------------------------------------------------------------------
+
+
+def test_the_return_at_an_episodes_end_differs_from_flashsacs():
+    """Rewards 0, -10, 0, -10, ...; gamma .5. Theirs: G <- gamma (1 - done) G + r; ours is reset after the last row."""
+    norm, theirs, returns = Normalizer({}, 1, CPU, reward_gamma=0.5), 0.0, []
+    for step in range(40_000):
+        reward, over = (0.0, -10.0)[step % 2], step % 2 == 1
+        theirs = 0.5 * (1 - over) * theirs + reward
+        returns.append(theirs)
+        if step < 1000:
+            norm.observe_reward(torch.tensor([reward]), torch.tensor([over]), torch.tensor([True]))
+    norm.freeze()
+    assert returns[:6] == [0, -10, -5, -10, -5, -10]
+    assert torch.tensor(returns).std().item() == pytest.approx(2.5, rel=1e-3)
+    assert 1 / norm.reward_scale.item() == pytest.approx(5)
+
+
+def test_xqcs_batch_norm_of_the_policy_moves_at_its_own_updates():
+    """Theirs moves at each critic update, three times as often, by 1 % of the biased variance."""
+    _, value, improve = trainers("algo=xqc")
+    assert value.state.joint
+    batch = next(batches(torch.Generator().manual_seed(5)))
+    for _ in range(3):
+        value.update(value.state, value.inputs, batch, torch.Generator())
+    layer = improve.state.policy.module.net[0]
+    assert torch.equal(layer.running_mean, torch.zeros_like(layer.running_mean))
+    improve.update(improve.state, improve.inputs, ObsBatch(batch.obs, batch.mask, batch.weight), torch.Generator())
+    seen = batch.obs["policy"]
+    torch.testing.assert_close(layer.running_mean.flatten(), 0.01 * seen.mean(0))
+    torch.testing.assert_close(layer.running_var.flatten(), 0.99 + 0.01 * seen.var(0, correction=1))
+
+
+def test_epsilons_are_those_of_the_page():
+    """A feature with a deviation of .01: 1 here, .71 with PQL's sqrt(var + 1e-4), .5 with FastTD3's std + .01."""
+    norm = Normalizer({"policy": ObsSpec((1,))}, 2, CPU)
+    norm.observe({"policy": torch.tensor([[-0.01], [0.01]])})
+    norm.freeze()
+    assert norm({"policy": torch.tensor([[0.01]])})["policy"].item() == pytest.approx(1, abs=1e-4)
+    assert (0.01 / math.sqrt(1e-4 + 1e-4), 0.01 / (0.01 + 0.01)) == pytest.approx((0.7071, 0.5), abs=1e-4)
+    for words, kind, epsilon in (
+        (["algo=xqc"], BatchNorm, 1e-5),
+        (["algo=simba_sac"], nn.LayerNorm, 1e-5),
+    ):
+        policy, _ = make_networks(compose(["device=cpu", *words]), SPEC, 3)
+        assert {layer.eps for layer in policy.modules() if isinstance(layer, kind)} == {epsilon}
+    assert Layers((4,), layer_norm=True, norm="rms").norm == "rms"
+    assert mlp(3, Layers((4,), layer_norm=True, norm="rms"), 1)[1].eps == 1e-6
+
+
+def test_xqcs_sigma_begins_near_one():
+    """A clip keeps the head's output; a tanh around it would halve the range's logarithm, to -4."""
+    geometric = {}
+    for kind in ("clip", "tanh"):
+        config = compose(["device=cpu", "algo=xqc", "scale=gpu", f"algo.policy.log_std={kind}"])
+        policy, _ = make_networks(config, SPEC, 3)
+        obs = {"policy": torch.randn(256, D, generator=torch.Generator().manual_seed(0))}
+        with torch.no_grad(), batch_statistics(policy, torch.ones(256), tracked=False):
+            geometric[kind] = policy(obs)[1].mean().exp().item()
+    assert 0.7 < geometric["clip"] < 1.4
+    assert 0.01 < geometric["tanh"] < 0.03
+
+
+VALUES = "test_the_presets_have_the_published_values"
+GAUSS, AMP = "test_gaussian_recipes", "test_updates_are_in_bfloat16_where_the_published_ones_are"
+REPPO = "test_updates_agree_with_a_second_implementation"
+BTR = "test_twenty_updates_are_those_of_the_recipe"
+COMPARED = {  # rows of docs/recipes.md that say "the same", by the test that compares them
+    "FastTD3": {
+        VALUES: "environments, batch; replay; critic; policy; optimiser; exploration",
+        "test_fasttd3": "target; target network",
+        AMP: "precision",
+    },
+    "FlashSAC": {
+        VALUES: "environments, batch, replay; gamma, n-step; temperature; updates",
+        GAUSS: "networks; weights; critic's batch; target; unit of entropies",
+        "test_learning_rates_at_the_end_of_a_run": "learning rate",
+    },
+    "FastSAC": {
+        VALUES: "environments, batch; replay; gamma, n-step; policy; updates",
+        GAUSS: "networks; target; temperature; unit of entropies; optimiser",
+        AMP: "precision",
+    },
+    "XQC": {
+        VALUES: "environments, batch, replay; n-step, warm-up; temperature; updates",
+        GAUSS: "networks; target; log sigma",
+        "test_learning_rates_at_the_end_of_a_run": "learning rate",
+    },
+    "SimBa's SAC": {
+        VALUES: "environments, batch, replay; n-step, warm-up; temperature",
+        GAUSS: "networks; optimiser",
+    },
+    "Squint": {
+        VALUES: "environments, replay; gamma, n-step; images; log sigma; batch, updates",
+        "test_squint": "convolutions; who trains the encoder; networks; target; temperature; optimiser",
+        AMP: "precision",
+    },
+    "REPPO": {
+        VALUES.replace(
+            "presets_have", "preset_has"
+        ): "environments x steps, minibatches x epochs; gamma, lambda; precision",
+        REPPO: "policy; critic; KL constraint; entropy; next embedding; optimiser; order",
+        "test_values_are_zero_at_first": "initial value",
+        "test_targets_are_soft_returns": "time limits",
+    },
+    "PQN": {
+        VALUES: "environments x steps, minibatches x epochs; gamma, lambda; epsilon; optimiser; learning rate; network"
+    },
+    "BTR": {
+        VALUES: "environments, batch; updates; gamma, n-step; replay; target network; encoder; epsilon",
+        BTR: "priorities; quantiles; heads; target; loss; optimiser",
+    },
+}
+
+
+def test_rows_that_say_the_same_are_compared_by_a_test():
+    page = (Path(__file__).parents[2] / "docs/recipes.md").read_text()
+    found = {}
+    for section in page.split("\n## ")[1:]:
+        rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line[:1] == "|"]
+        if same := {row[0] for row in rows if len(row) == 4 and row[2].startswith("the same")}:
+            found[section.splitlines()[0]] = same
+    named = {title: {row for rows in tests.values() for row in rows.split("; ")} for title, tests in COMPARED.items()}
+    assert found == named
+    files = "".join(file.read_text() for file in Path(__file__).parent.glob("test_*.py"))
+    for test in {test for tests in COMPARED.values() for test in tests}:
+        assert f"def {test}(" in files

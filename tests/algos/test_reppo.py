@@ -535,7 +535,7 @@ def test_a_rollout_that_does_not_fit_is_refused(monkeypatch):
 def test_the_preset_has_the_published_values():
     config = compose(["device=cpu", "algo=reppo", "scale=gpu", "task=halfcheetah"])
     p, policy, critic = config.algo, config.algo.policy, config.algo.critic
-    assert (config.num_envs, p.horizon, p.minibatches, p.epochs) == (1024, 128, 64, 8)
+    assert (config.num_envs, p.horizon, p.minibatches, p.epochs, p.amp) == (1024, 128, 64, 8, False)
     assert (p.gamma, p.td_lambda, p.kl_bound, p.kl_samples, p.embedding_coef) == (0.99, 0.95, 0.1, 16, 1.0)
     assert (p.alpha, p.beta, p.entropy_per_action) == (0.01, 0.01, -0.5)
     for net in (policy, critic):

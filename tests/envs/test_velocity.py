@@ -176,6 +176,17 @@ def test_scales_of_actions_are_checked(name: str, scale: float, named: str) -> N
             made(2, action_scale=scale)  # type: ignore[operator]
 
 
+def test_actions_are_counted_in_the_original_tasks_unit() -> None:
+    """An action of 1 is ``action_scale`` of mjlab's or Isaac Gym's; at the joints' limits as many as reach them."""
+    assert build("go1_velocity", 1).spec.action_reach == (2.0,) * 12
+    assert build("anymal", 1).spec.action_reach == (1.0,) * 12
+    env = build("g1_velocity", 1, action_scale="limits")
+    low, high = torch.tensor(env.model.actuator_ctrlrange).T
+    units = torch.tensor([joint.servo.reach for joint in G1.joints.values()])
+    assert env.spec.action_reach == pytest.approx(((high - low) / 2 / units).tolist(), rel=1e-6)
+    assert TASK_MAKERS["g1_velocity"].describe(1, action_scale="limits").action_reach == env.spec.action_reach
+
+
 def test_g1_has_mjlabs_gains() -> None:
     servos = {name: joint.servo for name, joint in G1.joints.items()}
     for joint, stiffness, reach in (

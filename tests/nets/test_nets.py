@@ -117,6 +117,8 @@ def test_policies_stay_in_range():
     log_std = narrow(obs)[1]
     assert -10 <= log_std.min() < -9.75
     assert -9.25 < log_std.max() <= -9
+    clipped = GaussianPolicy(NetInput("policy", 3), 2, Layers((16,)), clip=True)
+    assert torch.equal(clipped(obs)[1], clipped.outputs(obs)[:, 2:].clamp(-5, 2))
 
 
 @pytest.mark.parametrize("ensemble", [None, 3])

@@ -117,7 +117,7 @@ def test_frames_that_are_wrong_are_refused_in_words():
         with pytest.raises(wire.WireError, match="specification"):
             wire.check_facts(spec)
     facts = describe_simulator(make_sim("counter", 5, {}).spec)
-    wire.check_facts(facts)
+    wire.check_facts(facts | {"info": {"action_reach": [2.0] * facts["action"]["size"]}})
     with pytest.raises(wire.WireError, match="action is missing or wrong"):  # no float holds it
         wire.check_facts(facts | {"action": {"size": 1, "low": [-(10**400)], "high": [1]}})
     group, nan = [[1], "float32", 1], float("nan")
@@ -127,6 +127,8 @@ def test_frames_that_are_wrong_are_refused_in_words():
         ("obs", {"policy": group, "a\tb": group}),
         ("log", ["success\n"]),
         ("action", {"size": 1, "low": [nan], "high": [1.0]}),
+        ("info", {"action_reach": [1.0] * 9}),
+        ("info", {"action_reach": ["wide"]}),
     ):  # an admitted actor's names and bounds are part of every checkpoint, whose readers refuse these
         with pytest.raises(wire.WireError, match=f"{name} is missing or wrong"):
             wire.check_facts(facts | {name: value})

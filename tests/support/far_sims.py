@@ -29,6 +29,7 @@ class Walk:
             "pid": os.getpid(),
             "torch": "torch" in sys.modules,
             "arguments": len(sys.argv) - 1,
+            **({} if discrete else {"action_reach": (4, np.float64(0.5))}),
         }
         self.spec = EnvSpec(
             "walk",

@@ -37,7 +37,7 @@ class Options(EngineOptions):
 def describe(task: type[Task], num_envs: int, device: torch.device, options: Options) -> EnvSpec:
     """The spec of a task, without loading its model."""
     level = ("level",) if options.curriculum else ()
-    warp = choose(options.engine, device) == "warp"
+    warp, reach = choose(options.engine, device) == "warp", task.action_reach()
     return EnvSpec(
         name=task.name,
         num_envs=num_envs,
@@ -49,7 +49,8 @@ def describe(task: type[Task], num_envs: int, device: torch.device, options: Opt
         final_obs="on_done",
         log=(*task.terms, *task.metrics, "diverged", *(("overflow",) if warp else ()), *level),
         deterministic=not (warp and device.type == "cuda"),
-        info={"dt": task.dt, "frame_skip": task.frame_skip, "model": check_model(task, options.model)},
+        info={"dt": task.dt, "frame_skip": task.frame_skip, "model": check_model(task, options.model)}
+        | ({} if reach is None else {"action_reach": reach}),
     )
 
 

@@ -151,6 +151,11 @@ class Task:
         return {"policy": ObsSpec((cls.obs_size,))}
 
     @classmethod
+    def action_reach(cls) -> tuple[float, ...] | None:
+        """Actions of the original task per action of 1, for each dimension; None: ``ctrl_limit``."""
+        return None
+
+    @classmethod
     def source(cls) -> mujoco.MjSpec:
         """Load the model as its package ships it."""
         raise NotImplementedError

@@ -51,6 +51,11 @@ Lack = tuple[Tensor, Tensor]
 """Differences between command and velocity: planar [N, 2] and yaw rate [N]."""
 
 
+def furthest(joint: mujoco.MjsJoint, pose: float) -> float:
+    """Return the distance of a joint's further limit from ``pose``, rad."""
+    return max(abs(end - pose) for end in joint.range)
+
+
 def ground(spec: mujoco.MjSpec, over: str) -> None:
     """Add a chequered floor, a sky, and a light that stays above the body ``over``. Geoms collide with the floor if
     their ``contype`` has bit 1."""
@@ -150,6 +155,13 @@ class Velocity(Task):
         self._scale = robot.tensor([2.0, 2.0, 0.25])  # scales of the commands, as for the observed velocities
 
     @classmethod
+    def action_reach(cls) -> tuple[float, ...]:
+        if not isinstance(cls.action_scale, str):
+            return (cls.action_scale,) * len(cls.joints)
+        spec = cls.source()
+        return tuple(furthest(spec.joint(name), joint.pose) / joint.servo.reach for name, joint in cls.joints.items())
+
+    @classmethod
     def edit(cls, spec: mujoco.MjSpec) -> None:
         spec.option.timestep = cls.dt / cls.frame_skip
         for geom in spec.geoms:
@@ -160,7 +172,7 @@ class Velocity(Task):
             joint = spec.joint(name)
             joint.armature, joint.damping, joint.frictionloss = servo.armature, [0, 0, 0], 0
             far = cls.action_scale
-            reach = max(abs(end - pose) for end in joint.range) if isinstance(far, str) else far * servo.reach
+            reach = furthest(joint, pose) if isinstance(far, str) else far * servo.reach
             drive = spec.add_actuator(
                 name=name,
                 target=name,

@@ -108,7 +108,10 @@ def describe_simulator(spec: Any) -> dict[str, Any]:
     limits = {k: getattr(action, k, None) for k in ("low", "high")}
     bounds = {k: None if v is None else [float(x) for x in v] for k, v in limits.items()}
     longest = getattr(spec, "max_episode_steps", None)
-    info = {k: v for k, v in dict(getattr(spec, "info", {})).items() if isinstance(v, (bool, int, float, str))}
+    given = dict(getattr(spec, "info", {}))
+    info: dict[str, Any] = {k: v for k, v in given.items() if isinstance(v, (bool, int, float, str))}
+    if given.get("action_reach") is not None:
+        info["action_reach"] = [float(x) for x in given["action_reach"]]
     return {
         "name": spec.name,
         "num_envs": int(spec.num_envs),
