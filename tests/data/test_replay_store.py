@@ -14,7 +14,7 @@ from oracles import chi_square_fits
 from pql.contract.env import ObsSpec
 from pql.data.replay import Replay
 from pql.data.sizes import ReplayLayout, preflight, replay_bytes
-from pql.errors import ConfigError
+from pql.errors import ConfigError, gib
 from pql.run.store.checkpoint import flatten, unflatten
 from pql.types import Step, split
 
@@ -167,7 +167,7 @@ def test_preflight_names_the_largest_capacity_that_fits(sizes, rows, share):
     error = caught.value
     assert (error.setting, error.value) == ("replay.capacity", rows * num_envs)
     for amount in (need, available):
-        assert f"{amount / 2**30:.3g} GiB" in error.allowed
+        assert gib(amount) in error.allowed
     best = int(re.search(r"at most (\d+)", error.allowed)[1])
     assert best % num_envs == 0
     assert size(best // num_envs + 1) > available

@@ -137,7 +137,9 @@ def test_a_replay_larger_than_the_device_is_refused_with_the_largest_that_fits(t
     """This process may use a tenth of the device's memory."""
     torch.cuda.set_per_process_memory_fraction(0.1)
     try:
-        with pytest.raises(ConfigError, match=r"at most (\d+) here: this many need [\d.]+ GiB") as error:
+        with pytest.raises(
+            ConfigError, match=r"at most (\d+) here: this many need [\d.,]+ GiB, [\d.,]+ GiB are free"
+        ) as error:
             Session(compose(words(tmp_path / "x", *CUDA_WORDS, "task=counter", f"replay.capacity={10**12}")))
         fits = int(re.search(r"at most (\d+)", str(error.value))[1])
         with pytest.raises(ConfigError, match=f"replay.capacity={fits + 16}: expected at most"):
