@@ -78,33 +78,47 @@ def test_a_gradient_that_is_not_finite_inside_a_captured_graph_is_no_step(machin
 # -- row 5 ----------------------------------------------------------------------------------------------------------
 
 ASSERTS = """
-import sys
+import sys, time
 from pathlib import Path
+import pytest
 import torch
 from pql import register
 from pql.cli.main import main
 from pql.envs.toy import Counter
+from run_files import points
+from stand_in import pretend
+
+machine, mark, run_dir = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
 
 class Asserts(Counter):
+    capturable = False  # a captured step would not run this code again
     steps = 0
     def step(self, action):
         self.steps += 1
-        if self.steps == 60 and not Path(sys.argv[1]).exists():
-            Path(sys.argv[1]).touch()
+        if self.steps == 60 and not mark.exists():
+            end = time.monotonic() + 20
+            while not points(run_dir) and time.monotonic() < end:
+                time.sleep(0.01)
+            mark.touch()
+            if machine == "stand-in":
+                raise RuntimeError("CUDA error: device-side assert triggered")
             torch.zeros(3, device="cuda")[torch.tensor([7], device="cuda")]
         return super().step(action)
 
+if machine == "stand-in":
+    pretend(pytest.MonkeyPatch())
 register("asserts", lambda num_envs, device: Asserts(num_envs, device))
-sys.exit(main(sys.argv[2:]))
+sys.exit(main(sys.argv[4:]))
 """
 
 
-@on_gpu
+@HERE_TOO
 @pytest.mark.fault(5)
-def test_a_device_assert_ends_the_run_within_ten_seconds_with_its_cause(tmp_path):
+def test_a_device_assert_ends_the_run_within_ten_seconds_with_its_cause(machine, tmp_path):
     folder, mark = tmp_path / "run", tmp_path / "mark"
-    own = words(folder, *CUDA_WORDS, "task=env", "task.name=asserts", "budget.env_steps=32000")
-    command = [sys.executable, "-c", ASSERTS, str(mark)]
+    device = "device=cuda" if machine == "cuda" else "device=cpu"
+    own = words(folder, device, "graphs=on", "task=env", "task.name=asserts", "budget.env_steps=32000")
+    command = [sys.executable, "-c", ASSERTS, machine, str(mark), str(folder)]
     log = tmp_path / "log"
     with log.open("wb") as file:
         saving = ["train", *own, "checkpoint.every_seconds=0.01"]
@@ -149,28 +163,37 @@ def test_a_replay_larger_than_the_device_is_refused_with_the_largest_that_fits(t
 
 
 class Hungry(Counter):
-    """Asks the device for more memory than it has at step 40, once."""
+    """Asks the device for more memory than it has at step 40, once; there is a resume point by then."""
 
+    capturable = False  # a captured step would not run this code again
     fed = False
 
-    def __init__(self, num_envs, device):
+    def __init__(self, num_envs, device, machine, run_dir):
         super().__init__(num_envs, device)
-        self.steps = 0
+        self.machine, self.run_dir, self.steps = machine, run_dir, 0
 
     def step(self, action):
         self.steps += 1
         if self.steps == 40 and not Hungry.fed:
             Hungry.fed = True
+            end = time.monotonic() + 20
+            while not points(self.run_dir) and time.monotonic() < end:
+                time.sleep(0.01)
+            if self.machine == "stand-in":
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 280.00 GiB.")
             torch.empty(2 * torch.cuda.get_device_properties(0).total_memory, dtype=torch.uint8, device="cuda")
         return super().step(action)
 
 
-@on_gpu
+@HERE_TOO
 @pytest.mark.fault(18)
-def test_the_device_s_memory_that_runs_out_is_named_with_sizes_and_the_checkpoint_is_kept(tmp_path, monkeypatch):
-    register("hungry", lambda num_envs, device: Hungry(num_envs, device))
+def test_the_device_s_memory_that_runs_out_is_named_with_sizes_and_the_checkpoint_is_kept(
+    machine, tmp_path, monkeypatch
+):
+    register("hungry", lambda num_envs, device: Hungry(num_envs, device, machine, tmp_path))
     monkeypatch.setattr(Hungry, "fed", False)
-    own = (*CUDA_WORDS, "task=env", "task.name=hungry", "checkpoint.every_seconds=0.01")
+    device = "device=cuda" if machine == "cuda" else "device=cpu"
+    own = (device, "graphs=on", "task=env", "task.name=hungry", "checkpoint.every_seconds=0.01")
     with pytest.raises(RunError) as error:
         run(*words(tmp_path, *own, "budget.env_steps=32000"))
     last = str(error.value).splitlines()[-1]
