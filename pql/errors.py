@@ -3,6 +3,7 @@
 import difflib
 import re
 from collections.abc import Iterable
+from decimal import Decimal
 from typing import Any
 
 UNSEEN = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -70,6 +71,11 @@ def _text(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return str(value)
+
+
+def gib(count: float) -> str:
+    """Format a number of bytes in GiB, with three significant digits and without an exponent."""
+    return f"{Decimal(f'{count / 2**30:.3g}'):,f} GiB"
 
 
 def brief(text: str, most: int = 300) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from pql.engine.graph import Graph
 from pql.engine.placement import processor
 
 COLUMNS = ("name", "value", "unit", "baseline", "ratio", "runs")
@@ -39,6 +40,24 @@ def alternate(fns: dict[str, Callable[[], float]], rounds: int) -> dict[str, lis
             if turn > 0:
                 rates[name].append(rate)
     return rates
+
+
+def repeated(fn: Callable[[], Any], count: int, device: torch.device) -> Callable[[], None]:
+    """Return ``count`` calls of ``fn`` as one function: on CUDA a captured graph, so that launches are not measured.
+
+    Args:
+        fn: work without state or random numbers, at fixed addresses.
+    """
+
+    def body() -> None:
+        for _ in range(count):
+            fn()
+
+    if not Graph.possible(device):
+        return body
+    graph = Graph(body, device, (), torch.nn.Module(), capture="on")
+    graph.prepare()
+    return graph
 
 
 def compare(name: str, unit: str, rates: list[float], baseline: list[float] | None = None) -> dict[str, Any]:

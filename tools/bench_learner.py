@@ -7,12 +7,13 @@ pql/config/presets/scale/gpu.yaml, on the device given by ``--device``. Observat
 actions 6, as in HalfCheetah.
 All rows are microseconds per update, so a lower ratio is better:
 
-critic, policy               only ``update``, on batches sampled before
+critic, policy               only ``update``, on batches sampled before; on CUDA launched by the host
 critic burst, policy burst   a tick's work (one captured graph on CUDA): sampling, updates and metrics, per update
 
 The baseline consists only of the matrix products of that update (see ``Products``), without bias, activation, loss or
-optimiser. They have the same shapes, thread count and precision, write to preallocated memory, and are chained so that
-each finds its input in the cache, as in an update. The goal is at most 1.35 on the CPU for ``update``.
+optimiser, on CUDA captured in a graph as a burst is. They have the same shapes, thread count and precision, write to
+preallocated memory, and are chained so that each finds its input in the cache, as in an update. The goal is at most
+1.35 on the CPU for ``update``.
 
 --profile prints the 25 most expensive operations of each update instead.
 """
@@ -24,7 +25,7 @@ from itertools import cycle, pairwise
 from typing import Any
 
 import torch
-from _bench import alternate, compare, measuring, report
+from _bench import alternate, compare, measuring, repeated, report
 from bench_replay import intra_op, microseconds
 from torch import Tensor
 
@@ -150,9 +151,10 @@ def bench(preset: str, config: Config, args: Any) -> list[dict[str, Any]]:
     for worker, bare in bare_updates(config, device).items():
         job, count = parts.first.jobs[worker], parts.first.jobs[worker].size
         with intra_op(args.threads or threads[worker]):
-            fns = {"update": updates(parts, worker), "bare": bare, "burst": job.graph}
+            bares = repeated(bare, count, device)
+            fns = {"update": updates(parts, worker), "bare": bares, "burst": job.graph}
             times = alternate({k: microseconds(fn, args.seconds, device) for k, fn in fns.items()}, args.rounds)
-        times["burst"] = [t / count for t in times["burst"]]
+        times |= {kind: [t / count for t in times[kind]] for kind in ("burst", "bare")}
         rows += [
             compare(f"{preset}: {NAMES[worker]}{tail} / matmuls", "us", times[kind], times["bare"])
             for kind, tail in (("update", ""), ("burst", f" burst of {count}"))

@@ -26,7 +26,7 @@ from pql.engine.optim import Optimizer, RMSProp, RMSPropTF
 from pql.engine.placement import available_bytes
 from pql.engine.schedule import Counts
 from pql.engine.worker import Learner, State
-from pql.errors import ConfigError
+from pql.errors import ConfigError, gib
 from pql.nets.actor_critic import ActorCritic, Body, OwnBody, StateValue, StochasticPolicy
 from pql.nets.distributions import ActionDist, Categorical, DiagGaussian
 from pql.nets.encoders import custom_network, groups_of, make_input, make_layers
@@ -110,7 +110,7 @@ def check_room(
             setting,
             horizon,
             f"at most about {max(1, horizon * free // need)} with num_envs={spec.num_envs}: this needs "
-            f"{need / 2**30:.3g} GiB, {free / 2**30:.3g} GiB are free",
+            f"{gib(need)}, {gib(free)} are free",
         )
 
 

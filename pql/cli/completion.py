@@ -40,7 +40,7 @@ if [ "$funcstack[1]" = "_pql" ]; then _pql "$@"; else compdef _pql pql; fi
 """
 
 FISH = """\
-complete -c pql -f -n '__fish_seen_subcommand_from train sweep list doctor completion'
+complete -c pql -f -n '__fish_seen_subcommand_from train sweep warm-up list doctor completion'
 complete -c pql -a '(pql completion --words (commandline -cp) 2>/dev/null)'
 """
 
@@ -117,7 +117,7 @@ def setting_names(command: str, algo: str | None = None) -> list[str]:
     known = [*known_settings()] if algo is None else [name for name in known_settings() if is_of(name, algo)]
     if command == "train":
         return [*GROUPS, BATCH, *known, "multirun_dir"]
-    if command == "bench":
+    if command in ("bench", "warm-up"):
         return [*GROUPS, BATCH, *known]
     if command == "sweep":
         return [*GROUPS, BATCH, *known, *(f.name for f in fields(Settings))]
@@ -147,7 +147,7 @@ def setting_values(command: str, word: str) -> list[str]:
     key, _, text = word.partition("=")
     head = f"{key}={text[: text.rfind(',') + 1]}"
     allowed: Sequence[str] = ()
-    if key in GROUPS and command in ("train", "sweep", "bench", "resume"):
+    if key in GROUPS and command in ("train", "sweep", "bench", "warm-up", "resume"):
         allowed = Presets().names(key)
     elif key in OWN:
         allowed = OWN[key]

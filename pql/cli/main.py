@@ -47,6 +47,7 @@ COMMANDS: dict[str, dict[str, type]] = {
     "push": {"private": bool, "message": str},
     "sweep": {},
     "bench": {"seconds": int, "rounds": int},
+    "warm-up": {},
     "actor": {},
     "fleet": {},
     "list": {},
@@ -61,7 +62,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "export": ("--trust",),
 }
 """Options that may stand anywhere among a command's words."""
-SIMULATING = ("train", "resume", "eval", "play", "export", "bench", "actor")
+SIMULATING = ("train", "resume", "eval", "play", "export", "bench", "warm-up", "actor")
 """Commands that run native code of simulators, whose crashes are reported by a second process."""
 
 
@@ -264,6 +265,9 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("what", choices=("placement",))
     bench.add_argument("overrides", nargs="*", help="as for train; seconds=2 rounds=3")
     bench.set_defaults(run=run_bench)
+    warm = sub.add_parser("warm-up", help="compile ahead what a run needs: pql warm-up task=ant num_envs=4096")
+    warm.add_argument("overrides", nargs="*", help="as for train")
+    warm.set_defaults(run=run_warm_up)
     actor = sub.add_parser(
         "actor", help="environments for a learner elsewhere: pql actor --connect HOST:PORT --task ant"
     )
@@ -523,6 +527,12 @@ def run_bench(args: argparse.Namespace) -> int:
     for key, allowed in (("seconds", Range(1, 3600)), ("rounds", Range(1, 1000))):
         allowed.check(key, asked[key])
     return placement.measure_placements([w for w in args.overrides if w not in own], **asked)
+
+
+def run_warm_up(args: argparse.Namespace) -> int:
+    from pql.cli.warm_up import warm_up
+
+    return warm_up(args.overrides)
 
 
 def run_list(args: argparse.Namespace) -> int:

@@ -186,6 +186,11 @@ def make_ready(env: VecEnv) -> None:
         env.prepare()
 
 
+def preparation(env: VecEnv) -> str:
+    """Return what ``env.prepare()`` is doing, in words; "" if it does not say. Other threads may ask."""
+    return str(env.preparation()) if hasattr(env, "preparation") else ""
+
+
 def make_env(name: str, num_envs: int = 64, device: str | torch.device = "cpu", **kwargs: Any) -> VecEnv:
     """Build an environment by name: ``make_env("halfcheetah", num_envs=64)``.
 

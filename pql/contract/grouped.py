@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Generator, Tensor
 
-from pql.contract.env import EnvSpec, VecEnv, make_ready
+from pql.contract.env import EnvSpec, VecEnv, make_ready, preparation
 from pql.contract.optional import PartialReset, Resumable, SplitStep, supports
 from pql.engine import deadlines
 from pql.engine.deadlines import answer_of, idle_get
@@ -65,6 +65,10 @@ class Grouped:
         """Call ``prepare`` of every simulator that has it."""
         for env in self.envs:
             make_ready(env)
+
+    def preparation(self) -> str:
+        """Return what :meth:`prepare` is doing, in words."""
+        return next((text for env in self.envs if (text := preparation(env))), "")
 
     def reset(self, seed: int | None = None) -> Obs:
         """Restart all environments; return their observations, [N, ...]."""

@@ -81,7 +81,8 @@ class Preparable(VecEnv, Protocol):
         """Do that work, without changing the state.
 
         Called once, before the first reset, while the GPU is idle: during a capture, CUDA forbids all other threads the
-        use of the legacy default stream.
+        use of the legacy default stream. If it takes long, a method ``preparation() -> str`` may say how far it is;
+        another thread calls it meanwhile.
         """
         ...
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pql.contract.env import ObsSpec
 from pql.data.frames import kept_shape
-from pql.errors import ConfigError
+from pql.errors import ConfigError, gib
 
 
 def storage_dtype(spec: ObsSpec, dtype: torch.dtype) -> torch.dtype:
@@ -79,5 +79,5 @@ def preflight(layout: ReplayLayout, capacity: int, available: int) -> int:
     raise ConfigError(
         "replay.capacity",
         capacity,
-        f"at most {low * num_envs} here: this many need {need / 2**30:.3g} GiB, {available / 2**30:.3g} GiB are free",
+        f"at most {low * num_envs} here: this many need {gib(need)}, {gib(available)} are free",
     )

@@ -139,10 +139,18 @@ def host_memory() -> int:
     return free
 
 
+def device_memory(device: torch.device) -> int:
+    """Return the bytes that this process can still allocate on a CUDA device, within the limit that it has set itself
+    (``torch.cuda.set_per_process_memory_fraction``)."""
+    free, total = torch.cuda.mem_get_info(device)
+    limit = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    return max(0, min(free, limit - torch.cuda.memory_reserved(device)))
+
+
 def available_bytes(device: torch.device) -> int:
     """Return the memory available for a replay, in bytes: free memory less a tenth."""
     if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
+        free = device_memory(device)
     else:
         free = host_memory()
     return int(free * 0.9)

@@ -16,7 +16,7 @@ from pql.algos.registry import seeds
 from pql.collect import saturation
 from pql.collect.collector import Collector
 from pql.config import Config
-from pql.contract.env import VecEnv
+from pql.contract.env import VecEnv, preparation
 from pql.data.normalize import Moments
 from pql.data.replay import Cursor
 from pql.engine.collectives import ALONE, Group
@@ -115,6 +115,10 @@ class Parts:
         with self._starting("the capture of graphs"):
             for one in self.replicas:
                 one.prepare()
+
+    def preparation(self) -> str:
+        """Return what :meth:`prepare` is doing, in words. Other threads may call it."""
+        return next((text for one in self.replicas if (text := preparation(one.env))), "")
 
     def start(self) -> None:
         """Reset the simulators, each with its own seed."""

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
-from pql.engine.placement import host_memory
+from pql.engine.placement import device_memory, host_memory
 from pql.errors import RunError, first_line, with_cause
 from pql.run.log.sinks import Row, memory
 
@@ -141,7 +141,7 @@ def naming_memory(device: torch.device) -> Iterator[None]:
         used, free = memory(device), host_memory() / 2**30
         sizes = f"at most {used['memory/host_gib']:.2f} GiB used by this process, {free:.2f} GiB free"
         if "memory/gpu_gib" in used:
-            free = torch.cuda.mem_get_info(device)[0] / 2**30
+            free = device_memory(device) / 2**30
             sizes += f"; on the GPU {used['memory/gpu_gib']:.2f} GiB used, {free:.2f} GiB free"
         cause = str(error) if isinstance(error, RunError) else first_line(error)
         remedy = "resume the run where there is more, or choose a smaller replay.capacity, num_envs or algo.batch_size"

@@ -157,7 +157,7 @@ class Session:
             self.ranks.connect(self.parts)
         if self.console:
             self.console.progress.now = self._now
-        with self.doing("compiling"):
+        with self.doing("compiling", self.parts.preparation):
             self.parts.prepare()
         with self.doing("resetting the simulator"):
             self.parts.start()

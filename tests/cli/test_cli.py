@@ -22,6 +22,7 @@ from pql.__main__ import main as program
 from pql.cli.main import COMMANDS, main
 from pql.config.compose import compose
 from pql.config.layers import Presets
+from pql.contract.env import preparation
 from pql.contract.registry import register
 from pql.engine.interrupt import Interrupt
 from pql.envs.toy import Counter
@@ -364,6 +365,35 @@ def test_doctor(capsys):
     assert said.startswith("python 3.")
     assert "torch 2." in said
     assert main(["doctor", "--env", "lqr", "--num-envs", "4", "max_episode_steps=5"]) == 0
+
+
+def test_what_a_run_compiles_is_compiled_ahead(tmp_path, monkeypatch, capsys):
+    """Nothing is written, no step is made, and the simulator is closed."""
+    monkeypatch.chdir(tmp_path)
+    seen = []
+
+    class Compiles(Counter):
+        def prepare(self):
+            seen.append(preparation(self))
+
+        def preparation(self):
+            return "module 1 of 2"
+
+        def reset(self, seed=None):
+            raise AssertionError
+
+        def close(self):
+            seen.append("closed")
+
+    register("compiles", lambda num_envs, device: Compiles(num_envs, device))
+    own = ["task.name=compiles", "device=cpu", "num_envs=16", "replay.capacity=4096", "algo.warmup_steps=8"]
+    assert main(["warm-up", *own, "algo=pql"]) == 0
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert re.fullmatch(r"pql on compiles, 16 environments on cpu: built in [\d.]+ s, compiled in [\d.]+ s", said)
+    assert seen == ["module 1 of 2", "closed"]
+    assert [*tmp_path.iterdir()] == []
+    assert main(["warm-up", "task=halfchetah"]) == 2
+    assert "did you mean halfcheetah?" in capsys.readouterr().err
 
 
 class Broken(Counter):

@@ -169,6 +169,8 @@ def test_robots_that_are_there_and_the_command_for_others(monkeypatch, tmp_path)
         ("pql bench ", ["placement"]),
         ("pql bench placement task=half", ["task=halfcheetah"]),
         ("pql bench placement roun", ["rounds="]),
+        ("pql warm-up task=half", ["task=halfcheetah"]),
+        ("pql warm-up num_e", ["num_envs="]),
         ("pql sweep trials", ["trials="]),
         ("pql sweep prune=env", ["prune=env_steps"]),
         ("pql resume ", []),  # a path

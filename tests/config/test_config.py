@@ -8,6 +8,7 @@ import pytest
 import torch
 from run_files import mutate, words
 
+from pql.algos.registry import family_of
 from pql.config import Config, from_dict, leaves, to_dict
 from pql.config.algorithms import RECORDS
 from pql.config.compose import compose, known_settings, parse_override, parse_word
@@ -297,15 +298,30 @@ def scales(algo):
 
 @pytest.mark.parametrize("algo", Presets().names("algo"))
 def test_every_algorithm_composes_at_every_scale(algo):
-    assert scales(algo) == (["cpu"] if algo == "pqn" else ["cpu", "gpu"])
+    assert scales(algo) == ["cpu", "gpu"]
     for scale in scales(algo):
         config = compose(["device=cpu", f"algo={algo}", f"scale={scale}"])
         assert config.algo.name == algo
         assert (config.algo.data == "rollout") == (algo in ON_POLICY)
 
 
-def test_a_scale_without_settings_for_an_algorithm_is_refused():
-    assert refusal("algo=pqn", "scale=gpu") == "scale=gpu: expected one of cpu: algo=pqn has no settings for another"
+@pytest.mark.parametrize("algo", Presets().names("algo"))
+def test_every_algorithm_has_thousands_of_environments_at_the_scale_of_a_gpu(algo):
+    """It learns within a second or two: a step of all takes milliseconds."""
+    config = compose(["device=cpu", f"algo={algo}", "scale=gpu", "task.name=cartpole"])
+    counts = family_of(config).counts(config)
+    assert config.num_envs >= 1024
+    assert config.algo.warmup_steps <= 100  # before the first tick
+    assert counts.horizon + counts.ahead <= 128  # before the first update
+    assert min(counts.updates.values()) >= 1
+    assert config.budget.seconds is not None
+
+
+@pytest.mark.parametrize(("task", "num_envs"), [("catch", 64), ("cartpole", 32), ("pong", 128), ("atari", 128)])
+def test_tasks_with_sizes_of_their_own_keep_them_on_a_gpu(task, num_envs):
+    """Presets of single tasks (``tuned/TASK``) win."""
+    more = ["task.game=pong"] * (task == "atari")
+    assert compose(["device=cpu", "algo=pqn", "scale=gpu", f"task={task}", *more]).num_envs == num_envs
 
 
 @pytest.mark.parametrize(("algo", "num_envs"), [("ppo_ant", 4096), ("ppo_franka", 8192), ("ppo_hand", 16384)])

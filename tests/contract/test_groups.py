@@ -118,7 +118,8 @@ def test_each_group_writes_its_own_columns():
     alone = run(small_config(num_envs=4, **task), 40).first.collector
     ring, one = both.replays[0], alone.replays[0]
     assert torch.equal(ring.live.head, one.live.head.repeat(2))
-    assert (rows := int(one.live.head.min())) > 56  # steps, and filler rows
+    rows = int(one.live.head.min())
+    assert rows > 56  # steps, and filler rows
     for name in ("reward", "flags"):
         stored, expected = (getattr(r, name).view(r.rows, -1)[:rows] for r in (ring, one))
         assert torch.equal(stored[:, :4], expected)

@@ -62,12 +62,12 @@ def test_the_successor_does_not_depend_on_the_autoreset_mode(kind):
         ring.seal()
         batch = ring.everything(1, 0.9)
         at = (batch.reward == 1 / 8).nonzero().flatten()  # the row that ends
-        rows.append([ring, batch, at])
+        rows.append([batch, at])
         assert batch.followed[at].tolist() == [float(kind not in ("forget", "lose"))] * 2
         if kind not in ("forget", "lose"):
             final = [events[1].final for events in ring.events]
             assert torch.equal(batch.next_obs["policy"][at], ring.picture(final)["policy"])
-    (one, first, at), (two, second, also) = rows
+    (first, at), (second, also) = rows
     if kind not in ("forget", "lose"):
         for field in ("reward", "discount", "mask", "followed"):
             assert torch.equal(getattr(first, field)[at], getattr(second, field)[also])

@@ -15,7 +15,7 @@ from pql.contract.env import ObsSpec
 from pql.data.flags import NEXT_FIRST, TERMINATED, TRUNCATED, VALID
 from pql.data.replay import Replay
 from pql.data.sizes import ReplayLayout, preflight, replay_bytes
-from pql.errors import ConfigError
+from pql.errors import ConfigError, gib
 from pql.run.store.checkpoint import flatten, unflatten
 from pql.types import Step, split
 
@@ -169,7 +169,7 @@ def test_preflight_names_the_largest_capacity_that_fits(sizes, rows, share):
     error = caught.value
     assert (error.setting, error.value) == ("replay.capacity", rows * num_envs)
     for amount in (need, available):
-        assert f"{amount / 2**30:.3g} GiB" in error.allowed
+        assert gib(amount) in error.allowed
     best = int(re.search(r"at most (\d+)", error.allowed)[1])
     assert best % num_envs == 0
     assert size(best // num_envs + 1) > available

@@ -1,6 +1,7 @@
 """``pql bench placement``: the search on simulated machines, and a short real measurement."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -11,8 +12,11 @@ from conftest import bits, differences, go_on, small_config, start
 from pql.cli import bench_placement as placement
 from pql.cli.main import main
 from pql.config.compose import compose
+from pql.contract.env import ObsSpec
+from pql.data.sizes import ReplayLayout, preflight
 from pql.engine.executors import Inline
-from pql.errors import ConfigError
+from pql.engine.placement import available_bytes, device_memory
+from pql.errors import ConfigError, gib
 
 
 class Made:
@@ -160,3 +164,31 @@ def test_a_p_learner_on_another_device_learns_the_same(algo, monkeypatch):
     shared = {k: v for k, v in reference.items() if k in apart}
     assert len(shared) > 10
     assert differences(shared, {k: apart[k] for k in shared}) == []
+
+
+@pytest.mark.parametrize(
+    ("free", "share", "reserved", "left"),
+    [
+        (126, 1.0, 0, 126),  # what other processes leave
+        (126, 0.1, 0, 14),  # what this process may use
+        (126, 0.1, 4, 10),  # and has not yet reserved
+        (126, 0.1, 20, 0),  # a limit that came later
+        (8, 0.1, 0, 8),
+    ],
+)
+def test_a_process_s_limit_on_a_device_counts(monkeypatch, free, share, reserved, left):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free << 30, 140 << 30))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: share)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved << 30)
+    device = torch.device("cuda")
+    assert device_memory(device) == left << 30
+    assert available_bytes(device) == int((left << 30) * 0.9)
+
+
+def test_a_replay_larger_than_the_device_is_refused_in_plain_numbers():
+    layout = ReplayLayout({"policy": ObsSpec((1,))}, 1, 16, 0, 1, 1000)
+    with pytest.raises(ConfigError) as error:
+        preflight(layout, 10**12, 113 * 2**30)
+    text = r"expected at most \d+ here: this many need \d\d,\d00 GiB, 113 GiB are free"
+    assert re.fullmatch(f"replay.capacity=1000000000000: {text}", str(error.value))
+    assert [gib(n) for n in (2**30, 1234 * 2**40, 5_000, 0)] == ["1 GiB", "1,260,000 GiB", "0.00000466 GiB", "0 GiB"]

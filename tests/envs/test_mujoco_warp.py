@@ -6,6 +6,7 @@ Compiling Warp's kernels takes one core half a minute for each kind of model, th
 
 import copy
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,12 +19,13 @@ mujoco = pytest.importorskip("mujoco")  # first: the imports below need them
 pytest.importorskip("mujoco_warp")
 
 import mujoco_runs
+import warp as wp
 from conftest import SummaryTables, never_waiting
 from mujoco_runs import ROBOT_OF, derived, random_actions, task
 
 from pql.contract.conformance import check_env
-from pql.contract.env import make_env
-from pql.envs.mujoco import TASKS
+from pql.contract.env import make_env, preparation
+from pql.envs.mujoco import TASKS, kernels
 from pql.envs.mujoco.engine import Masked
 from pql.envs.mujoco.env import MujocoVec
 from pql.envs.mujoco.randomize import base_dofs
@@ -286,6 +288,54 @@ def test_what_is_prepared_is_not_captured_again(monkeypatch: pytest.MonkeyPatch)
         assert not step.log["overflow"].any()
     assert torch.equal(ready.engine.state(), lazy.engine.state())
     assert captured == [lazy.engine] * 3  # constants, reset, and a step
+
+
+def loads_of(monkeypatch: pytest.MonkeyPatch) -> dict[Any, None]:
+    """What Warp loads from now on, in order."""
+    found: dict[Any, None] = {}
+    load: Any = wp.Module.load
+
+    def noted(module: Any, device: Any, block_dim: int | None = None, *more: Any, **named: Any) -> Any:
+        found[module, block_dim] = None
+        return load(module, device, block_dim, *more, **named)
+
+    monkeypatch.setattr(wp.Module, "load", noted)
+    return found
+
+
+@pytest.mark.parametrize("name", [*ROBOTS[:1], task("ant", pytest.mark.slow)])
+def test_the_modules_that_a_run_loads_are_known_before_and_nothing_runs(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = build(name, 4, max_episode_steps=3, randomize={"mass": [0.8, 1.2]})
+    engine, before = warp_of(env), warp_of(env).state()
+    keys = ["constants", "reset", *["forward"] * engine._derived, env.task.frame_skip]
+    listed = kernels.variants([partial(engine._launch, key) for key in keys])
+    assert torch.equal(before, engine.state())
+    loaded = loads_of(monkeypatch)
+    for key in keys:
+        engine._launch(key)
+    assert {*loaded} == {*listed}
+    assert len(listed) > 30
+
+
+def test_compilation_says_how_far_it_is_and_that_it_takes_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    env, clock, said = build("halfcheetah", 4), iter(range(0, 900, 3)), []
+    monkeypatch.setattr(kernels, "AT_ONCE", 4)
+    monkeypatch.setattr(kernels.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(kernels, "variants", lambda launches: [(name, 1) for name in "abcdefghij"])
+    force = lambda device, modules, block_dim, max_workers: said.append((preparation(env), modules, block_dim))  # noqa: E731
+    monkeypatch.setattr(kernels.wp, "force_load", force)
+    with pytest.warns(PqlWarning, match=r"compiles 10 modules .* minutes .* \(WARP_CACHE_PATH\)\. pql warm-up") as told:
+        warp_of(env)._kernels.load([], "cpu")
+    assert len(told) == 1
+    text = "module {} of 10 of MuJoCo Warp's kernels"
+    assert said == [
+        (text.format(1), ["a", "b", "c", "d"], 1),
+        (text.format(5), ["e", "f", "g", "h"], 1),
+        (text.format(9), ["i", "j"], 1),
+    ]
+    assert preparation(env) == ""
 
 
 def test_memory_per_environment() -> None:

@@ -334,6 +334,13 @@ def test_a_run_shows_its_phases(tmp_path, threads_left):
     console = Console("", {}, console=RichConsole(file=out), clock=Clock())
 
     class Watched(Counter):
+        def prepare(self):
+            if not seen:  # the evaluation's is prepared later
+                seen.append(console.progress.doing())
+
+        def preparation(self):
+            return "module 1 of 2"
+
         def step(self, action):
             seen.append(console.progress.doing() if console.progress.phase else "training")
             return super().step(action)
@@ -341,12 +348,12 @@ def test_a_run_shows_its_phases(tmp_path, threads_left):
     register("watched", lambda num_envs, device: Watched(num_envs, device, episode_length=100, terminate_every=0))
     config = compose(words(tmp_path, "task=env", "task.name=watched", "eval.final=true"))
     session = Session(config, console=console)
-    assert seen == [f"warm-up: {16 * i} of 128 random env steps" for i in range(8)]
+    assert seen == ["compiling: module 1 of 2", *(f"warm-up: {16 * i} of 128 random env steps" for i in range(8))]
     assert console.progress.phase is None
     saved = session.archive.save
     session.archive.save = lambda *what: (seen.append(console.progress.doing()), saved(*what))[1]  # type: ignore
     session.train()
-    rest = seen[8:]
+    rest = seen[9:]
     assert rest[:12] == ["training"] * 12
     assert rest[12] == "saving"
     assert rest[13:14] + rest[-1:] == ["evaluation: 0 of 2 episodes"] * 2

@@ -774,7 +774,7 @@ def test_a_replay_that_cannot_fit_is_refused_with_its_bytes_and_the_largest_that
     """The largest size that the message names is accepted; with another row of each environment it is refused."""
     monkeypatch.setattr("pql.engine.placement.host_memory", lambda: (1 + trial) << 20)
     with pytest.raises(
-        ConfigError, match=r"at most (\d+) here: this many need [\d.]+ GiB, [\d.]+ GiB are free"
+        ConfigError, match=r"at most (\d+) here: this many need [\d.,]+ GiB, [\d.,]+ GiB are free"
     ) as error:
         opened(*words(tmp_path / "x", "task=counter", f"replay.capacity={10**8 * (1 + trial)}"))
     fits = int(re.search(r"at most (\d+)", str(error.value))[1])

@@ -88,6 +88,10 @@ class Engine(Protocol):
         """Do one-time work of the first calls now; the state is unchanged. Call it before the first reset."""
         ...
 
+    def preparation(self) -> str:
+        """Return what :meth:`prepare` is doing, in words. Other threads may call it."""
+        ...
+
     def step(self, ctrl: Tensor, substeps: int) -> None:
         """Hold ``ctrl`` ([N, nu], in the model's units) for ``substeps`` steps.
 
@@ -186,6 +190,9 @@ class BatchEngine:
 
     def prepare(self, substeps: int) -> None:
         """Do nothing: no call has one-time work."""
+
+    def preparation(self) -> str:
+        return ""
 
     def step(self, ctrl: Tensor, substeps: int) -> None:
         """Hold ``ctrl`` [N, nu] for ``substeps`` steps."""

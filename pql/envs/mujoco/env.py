@@ -120,6 +120,10 @@ class MujocoVec:
         """Compile and capture what steps and resets launch, on a GPU. See ``Preparable.prepare``."""
         self.engine.prepare(self.task.frame_skip)
 
+    def preparation(self) -> str:
+        """Return what :meth:`prepare` is doing, in words. Other threads may call it."""
+        return self.engine.preparation()
+
     @_one_thread()
     def reset(self, seed: int | None = None) -> Obs:
         """Restart all environments: observations by group, [N, ...]. See ``VecEnv.reset``."""

@@ -16,7 +16,8 @@ import copy
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -31,6 +32,8 @@ from pql.errors import ConfigError, PqlWarning
 
 wp.config.log_level = wp.LOG_WARNING  # set before the import, which would log a line for each of 90 kernels
 import mujoco_warp as mjw  # noqa: E402
+
+from pql.envs.mujoco.kernels import Kernels  # noqa: E402
 
 STATE = ("time", "qpos", "qvel", "act", "qacc_warmstart")
 """Components of the state that the next step depends on, except the controls."""
@@ -108,6 +111,7 @@ class WarpEngine:
         self._derived = bool(outputs)
         self._mask = torch.zeros(num_envs, dtype=torch.bool, device=self.device)
         self._graphs: dict[Any, Any] | None = {}
+        self._kernels = Kernels()
         self._watch = Overflows(wp.to_torch(self._data.overflow), contacts, constraints)
 
     def rows(self, mask: Tensor) -> Masked:
@@ -117,8 +121,15 @@ class WarpEngine:
     def prepare(self, substeps: int) -> None:
         """Compile and capture all graphs that are launched later."""
         forward, constants = ["forward"] * self._derived, ["constants"] * (self._weights is not None)
-        for key in (*constants, "reset", *forward, substeps):
+        keys = (*constants, "reset", *forward, substeps)
+        with self._unchanged() as device:
+            self._kernels.load([partial(self._launch, key) for key in keys], device)
+        for key in keys:
             self._graph(key)
+
+    def preparation(self) -> str:
+        """Return what :meth:`prepare` is doing, in words. Other threads may call it."""
+        return self._kernels.text
 
     def step(self, ctrl: Tensor, substeps: int) -> None:
         """Hold ``ctrl`` [N, nu] for ``substeps`` steps."""
@@ -206,20 +217,27 @@ class WarpEngine:
 
     def _capture(self, launch: Callable[[], None]) -> Any:
         """Compile, warm up and capture; the simulations' state is unchanged."""
-        saved, ctrl = self.state(), self.fields["ctrl"].clone()
-        device = wp.device_from_torch(self.device)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        with wp.ScopedDevice(device):
+        with self._unchanged() as device:
+            self._kernels.load([launch], device)
             launch()
             wp.synchronize_device(device)
             with wp.ScopedCapture(device=device) as capture:
                 launch()
             wp.synchronize_device(device)
+        return capture.graph
+
+    @contextmanager
+    def _unchanged(self) -> Iterator[Any]:
+        """Context manager: make Warp's device current, idle, and restore the simulations' state in the end."""
+        saved, ctrl = self.state(), self.fields["ctrl"].clone()
+        device = wp.device_from_torch(self.device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        with wp.ScopedDevice(device):
+            yield device
         self.load_state(saved)
         self.fields["ctrl"].copy_(ctrl)
         self._watch.forget()
-        return capture.graph
 
 
 class Overflows:
