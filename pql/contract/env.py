@@ -61,13 +61,16 @@ class Box:
 
 @dataclass(frozen=True)
 class Discrete:
-    """Discrete actions: ``[N]`` int64 in [0, n).
+    """Discrete actions: ``[N]`` int64 in [0, n), to which the environment adds ``start``.
 
     Attributes:
         n: number of actions.
+        start: the simulator's first action. Only exported policies and ``pql.wrap``, which have the simulator's own
+            actions, read it.
     """
 
     n: int
+    start: int = 0
 
 
 @dataclass(frozen=True)

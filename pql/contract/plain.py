@@ -46,9 +46,10 @@ else:
         high: tuple[float, ...] | None = None
 
     class Discrete(NamedTuple):
-        """Discrete actions [N] int64 in [0, n)."""
+        """Discrete actions [N] int64 in [0, n): see ``pql.contract.env.Discrete``."""
 
         n: int
+        start: int = 0
 
     class EnvSpec(NamedTuple):
         """Static description of an environment: see ``pql.contract.env.EnvSpec``."""

@@ -12,7 +12,9 @@ def spec_to_dict(spec: EnvSpec) -> dict[str, Any]:
     """Return the name, spaces and time limit of ``spec`` as JSON types."""
     box = spec.action if isinstance(spec.action, Box) else None
     action = box.size if box else {"discrete": cast(Discrete, spec.action).n}
-    bounds = {"action_low": box.low, "action_high": box.high} if box else {}
+    bounds: dict[str, Any] = {"action_low": box.low, "action_high": box.high} if box else {}
+    if not box and (start := cast(Discrete, spec.action).start):
+        bounds = {"action_start": start}
     groups = {k: _group_to_dict(s) for k, s in spec.obs.items()}
     limit = {"max_episode_steps": spec.max_episode_steps}
     return {"name": spec.name, "obs": groups, "action": action, **bounds, **limit}
@@ -28,5 +30,5 @@ def spec_from_dict(data: Mapping[str, Any]) -> EnvSpec:
     obs = {k: ObsSpec(tuple(s["shape"]), getattr(torch, s["dtype"]), s.get("stack", 1)) for k, s in data["obs"].items()}
     low, high = (tuple(b) if (b := data.get(f"action_{end}")) else None for end in ("low", "high"))
     size, limit = data["action"], data["max_episode_steps"]
-    action = Discrete(size["discrete"]) if isinstance(size, dict) else Box(size, low, high)
+    action = Discrete(size["discrete"], data.get("action_start", 0)) if isinstance(size, dict) else Box(size, low, high)
     return EnvSpec(data["name"], 1, obs, action, torch.device("cpu"), max_episode_steps=limit)

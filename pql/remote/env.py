@@ -275,7 +275,7 @@ def spec_of(facts: dict[str, Any], num_envs: int, device: torch.device, groups: 
         name=facts["name"],
         num_envs=num_envs,
         obs=obs,
-        action=Discrete(action["n"]) if "n" in action else Box(action["size"], **bounds),
+        action=Discrete(action["n"], action.get("start", 0)) if "n" in action else Box(action["size"], **bounds),
         device=device,
         max_episode_steps=facts["max_episode_steps"],
         autoreset=facts["autoreset"],

@@ -171,7 +171,7 @@ def check_facts(facts: Any) -> dict[str, Any]:
         if not isinstance(value, dict):
             return False
         if "n" in value:
-            return is_count(value["n"])
+            return is_count(value["n"]) and is_count(value.get("start", 0), -(2**31))
         size = value.get("size")
         return is_count(size) and all(is_numbers(value.get(k), size) for k in ("low", "high"))
 

@@ -12,6 +12,10 @@ from pql.contract.conformance import check_env  # noqa: E402
 from pql.contract.env import Box, Discrete, ObsSpec, make_env  # noqa: E402
 from pql.envs.adapters.gymnasium import GymnasiumVec  # noqa: E402
 from pql.errors import ConfigError  # noqa: E402
+from pql.remote.actor.gymnasium import GymnasiumSim  # noqa: E402
+from pql.remote.env import spec_of  # noqa: E402
+from pql.remote.process.far_build import describe_simulator  # noqa: E402
+from pql.remote.protocol import check_facts  # noqa: E402
 
 
 class Probe(gymnasium.Env):
@@ -171,7 +175,11 @@ def test_discrete_actions_begin_where_the_space_begins():
     assert env.spec.action == Discrete(2)
     assert check_env(env, 60).ok
     env = GymnasiumVec(2, id="PqlOther-v0", kwargs={"action": spaces.Discrete(3, start=-1)})
+    assert env.spec.action == Discrete(3, start=-1)
     assert env._rescale(torch.tensor([0, 2])).tolist() == [-1, 1]
+    sim = GymnasiumSim(2, id="PqlOther-v0", kwargs={"action": spaces.Discrete(3, start=-1)})
+    facts = check_facts(describe_simulator(sim.spec))  # as a remote actor sends them
+    assert spec_of(facts, 2, torch.device("cpu"), 1).action == Discrete(3, start=-1)
 
 
 def other(**kwargs):

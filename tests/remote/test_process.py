@@ -93,7 +93,7 @@ def test_a_simulator_in_another_python_conforms(walk, discrete):
     assert env.spec.info["python"] in ("3.8", ".".join(map(str, sys.version_info[:2])))
     assert env.spec.info["torch"] is False
     assert env.spec.info["arguments"] == 0  # simulators that read them would stumble over ours
-    assert env.spec.action == (Discrete(4) if discrete else Box.within(2, 2.0))
+    assert env.spec.action == (Discrete(4, start=-1) if discrete else Box.within(2, 2.0))
     assert {k: (s.shape, s.dtype) for k, s in env.spec.obs.items()} == {
         "policy": ((2,), torch.float32),
         "critic": ((3,), torch.float64),

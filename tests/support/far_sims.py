@@ -21,7 +21,7 @@ class Walk:
             raise WrongSettingError("limit", limit, "at least 1")
         if discrete is None:
             raise WrongSettingError("discrete", discrete, "true or false")
-        action = Discrete(4) if discrete else Box(2, (-2.0, -2.0), (2.0, 2.0))
+        action = Discrete(4, -1) if discrete else Box(2, (-2.0, -2.0), (2.0, 2.0))
         obs = {"policy": ObsSpec((2,)), "critic": ObsSpec((3,), "float64"), "image": ObsSpec((2, 2), "uint8")}
         info = {
             "python": ".".join(map(str, sys.version_info[:2])),

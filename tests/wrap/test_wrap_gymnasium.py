@@ -1,5 +1,7 @@
 """``pql.wrap.gymnasium`` against gymnasium's vector environments, checks, wrappers; training code that uses it."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,7 @@ from gymnasium.vector import AutoresetMode  # noqa: E402
 from wrapped import Groups, N, score  # noqa: E402
 
 import pql  # noqa: E402
+from pql.contract.env import Discrete  # noqa: E402
 from pql.envs.adapters.gymnasium import GymnasiumVec  # noqa: E402
 from pql.envs.toy import Counter  # noqa: E402
 
@@ -118,6 +121,22 @@ def test_groups_become_a_dict_and_discrete_actions_stay_discrete():
     assert env.single_observation_space.contains(final)
     assert final["policy"][1] == 7
     assert final["critic"][1].tolist() == [7, 7, 7]
+
+
+@pytest.mark.parametrize("wrap", [pql.wrap.gymnasium, pql.wrap.sb3])
+def test_discrete_actions_of_a_wrapper_begin_where_its_space_does(wrap):
+    env = Groups(N)
+    env.spec = replace(env.spec, action=Discrete(4, start=-2))
+    step, taken = env.step, []
+    env.step = lambda action: taken.append(action.tolist()) or step(action)
+    if wrap is pql.wrap.sb3:
+        pytest.importorskip("stable_baselines3")
+    wrapped = wrap(env)
+    wrapped.reset()
+    space = spaces.Discrete(4, start=-2 if wrap is pql.wrap.gymnasium else 0)
+    assert getattr(wrapped, "single_action_space", wrapped.action_space) == space
+    wrapped.step(space.start + np.arange(N) % 4)
+    assert taken == [[i % 4 for i in range(N)]]
 
 
 def test_gymnasium_code_trains():

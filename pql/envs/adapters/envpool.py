@@ -122,7 +122,7 @@ def _obs_spec(space: Any) -> ObsSpec:
 
 def _action_spec(space: Any) -> Box | Discrete:
     if isinstance(space, spaces.Discrete):
-        return Discrete(int(space.n))
+        return Discrete(int(space.n), int(space.start))
     if not isinstance(space, spaces.Box) or not (np.isfinite(space.low).all() and np.isfinite(space.high).all()):
         raise ConfigError("action_space", space, "a Box with finite bounds, or Discrete")
     low, high = (tuple(np.asarray(b, float).reshape(-1).tolist()) for b in (space.low, space.high))

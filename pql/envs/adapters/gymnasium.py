@@ -242,7 +242,7 @@ def _obs_spec(space: spaces.Space) -> dict[str, ObsSpec]:
 
 def _action_spec(space: spaces.Space) -> Box | Discrete:
     if isinstance(space, spaces.Discrete):
-        return Discrete(int(space.n))
+        return Discrete(int(space.n), int(space.start))
     bounded = isinstance(space, spaces.Box) and np.isfinite(space.low).all() and np.isfinite(space.high).all()
     if not bounded or not np.issubdtype(space.dtype, np.floating):
         raise ConfigError("action_space", space, "a Box of floats with finite bounds, or Discrete")

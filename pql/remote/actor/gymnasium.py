@@ -135,7 +135,7 @@ def obs_spec(space: spaces.Space) -> dict[str, ObsSpec]:
 
 def action_spec(space: spaces.Space) -> Box | Discrete:
     if isinstance(space, spaces.Discrete):
-        return Discrete(int(space.n))
+        return Discrete(int(space.n), int(space.start))
     wanted = "a Box of floats with finite bounds, or Discrete"
     if not isinstance(space, spaces.Box) or not np.issubdtype(space.dtype, np.floating):
         raise ConfigError("action_space", space, wanted)

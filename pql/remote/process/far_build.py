@@ -108,6 +108,7 @@ def describe_simulator(spec: Any) -> dict[str, Any]:
     limits = {k: getattr(action, k, None) for k in ("low", "high")}
     bounds = {k: None if v is None else [float(x) for x in v] for k, v in limits.items()}
     longest = getattr(spec, "max_episode_steps", None)
+    start = {"start": int(action.start)} if getattr(action, "start", 0) else {}
     info = {k: v for k, v in dict(getattr(spec, "info", {})).items() if isinstance(v, (bool, int, float, str))}
     return {
         "name": spec.name,
@@ -116,7 +117,7 @@ def describe_simulator(spec: Any) -> dict[str, Any]:
             name: [[int(n) for n in part.shape], dtype_name(part.dtype), int(getattr(part, "stack", 1))]
             for name, part in spec.obs.items()
         },
-        "action": {"n": int(action.n)} if hasattr(action, "n") else {"size": int(action.size), **bounds},
+        "action": {"n": int(action.n), **start} if hasattr(action, "n") else {"size": int(action.size), **bounds},
         "max_episode_steps": None if longest is None else int(longest),
         "autoreset": getattr(spec, "autoreset", "same_step"),
         "final_obs": getattr(spec, "final_obs", "on_done"),

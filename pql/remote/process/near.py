@@ -417,7 +417,7 @@ def read_spec(facts: Mapping[str, Any], device: torch.device) -> EnvSpec:
     kind, bounds = facts["action"], [facts["action"].get(k) for k in ("low", "high")]
     action: Box | Discrete
     if "n" in kind:
-        action = Discrete(kind["n"])
+        action = Discrete(kind["n"], kind.get("start", 0))
     else:
         action = Box(kind["size"], *(None if values is None else tuple(values) for values in bounds))
     fixed = {k: facts[k] for k in ("name", "num_envs", "max_episode_steps", "autoreset", "final_obs", "deterministic")}

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from pql.config import from_dict, to_dict
 from pql.config.trust import check_links
-from pql.contract.env import Box
+from pql.contract.env import Box, Discrete
 from pql.contract.spec_json import spec_to_dict
 from pql.engine.watchdog import touch
 from pql.errors import ConfigError, PqlWarning, RunError, nearest
@@ -60,6 +60,7 @@ class Deployed(nn.Module):
         self.box, space = isinstance(policy.spec.action, Box), policy.spec.action
         low, high = (torch.tensor(bound) for bound in (space.bounds if isinstance(space, Box) else ((), ())))
         self.scale = scale and not bool((low == -1).all() and (high == 1).all())
+        self.start = space.start if scale and isinstance(space, Discrete) else 0
         self.register_buffer("low", low)
         self.register_buffer("spread", (high - low) / 2)
 
@@ -71,6 +72,8 @@ class Deployed(nn.Module):
             action = action.clamp(-1, 1)
         if self.box and self.scale:
             action = self.low + (action + 1) * self.spread
+        if self.start:
+            action = action + self.start
         return (action, *(state[k] for k in self.states))
 
 
@@ -86,7 +89,7 @@ def export_policy(
     Args:
         out: folder to write to; default ``export`` in the run directory. Files of an earlier export are replaced.
         formats: ``pt2``, ``onnx`` or both.
-        scale: actions within the simulator's bounds; False: in [-1, 1].
+        scale: the simulator's own actions: within its bounds, or from its ``start`` on; False: in [-1, 1], or from 0.
         trust: allow networks of the run that are neither built in nor registered (``docs/security.md``).
     Raises:
         ConfigError: no checkpoint at ``path``, an unknown format, or a package that is not installed.
@@ -156,12 +159,13 @@ def export_metadata(policy: Policy, manifest: Mapping[str, Any], source: Path, s
         about = {"kind": "box", "size": spec.action.size, "low": low, "high": high, "scaled": scale}
         action = _tensor("action", (spec.action.size,), "torch.float32")
     else:
-        about = {"kind": "discrete", "size": spec.action.n, "scaled": False}
+        start = spec.action.start
+        about = {"kind": "discrete", "size": spec.action.n, "start": start, "scaled": scale and start != 0}
         action = _tensor("action", (), "torch.int64")
     after = [_tensor(f"next_state.{k}", s, "torch.float32") for k, s in policy.state_shapes.items()]
     return {
         "format": "pql-policy",
-        "format_version": EXPORT_FORMAT,
+        "format_version": EXPORT_FORMAT if about.get("start") else 1,
         "algorithm": config.algo.name,
         "family": config.algo.family,
         "task": {k: v for k, v in to_dict(config.task).items() if k in ("name", "id", "game", "model", "kwargs")},

@@ -16,7 +16,7 @@ from pql.config.files import check_tree, parse_json, walk
 from pql.errors import UNSEEN, ConfigError, printable
 
 FORMAT = 2  # in format 1, replays and priorities were saved in full, including unused rows
-EXPORT_FORMAT = 1
+EXPORT_FORMAT = 2  # in format 1, discrete actions began at 0
 DTYPES = ("float32", "float64", "float16", "bfloat16", "uint8", "int8", "int16", "int32", "int64", "bool")
 LARGEST = 2**31 - 1  # of an axis, a number of actions, a time limit
 COUNT = 2**62
@@ -170,6 +170,7 @@ def check_spec_dict(spec: Any) -> None:
     for name in ("action_low", "action_high"):
         if (bounds := spec.get(name)) is not None:
             check_bounds(f"spec.{name}", bounds, count)
+    _need(_whole(spec.get("action_start", 0), -LARGEST), "spec.action_start", "a whole number")
     limit = spec.get("max_episode_steps", 0)
     _need(limit is None or _whole(limit, 1), "spec.max_episode_steps", "null or a whole number from 1 on")
 
@@ -208,6 +209,7 @@ def check_export(data: Any) -> None:
 def _check_action(about: Mapping[str, Any]) -> None:
     _need(about.get("kind") in ("box", "discrete") and _whole(about.get("size"), 1), "action", "a kind and a size")
     _need(isinstance(about.get("scaled"), bool), "action.scaled", "true or false")
+    _need(_whole(about.get("start", 0), -LARGEST), "action.start", "a whole number")
     for name in ("low", "high") if about["kind"] == "box" else ():
         check_bounds(f"action.{name}", about.get(name), about["size"])
 
