@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from pql.contract.registry import check_chosen, find_factory
+from pql.contract.registry import check_chosen, find_factory, import_name
 from pql.errors import ConfigError, nearest
 from pql.types import Obs, Step
 
@@ -163,7 +163,7 @@ class VecEnv(Protocol):
 
 EnvFactory = Callable[..., VecEnv]
 """``factory(num_envs, device, **kwargs) -> VecEnv``. An optional attribute ``describe`` of the same signature returns
-the ``EnvSpec`` without starting the simulator, so that memory use can be checked first."""
+the ``EnvSpec`` without starting the simulator, so that memory use can be checked first; None: it cannot tell."""
 
 
 def capturable(env: VecEnv) -> bool:
@@ -198,9 +198,20 @@ def make_env(name: str, num_envs: int = 64, device: str | torch.device = "cpu", 
         inspect.signature(factory).bind(**given)
     except TypeError as error:
         raise ConfigError("task", name, f"a factory that takes (num_envs, device): {error}") from error
-    env = factory(**given)
+    env = adapted(factory(**given), given["device"])
     check_protocol(env, "task", name)
     return env
+
+
+def adapted(env: Any, device: torch.device | None = None) -> Any:
+    """Return ``env``, or, if it is a ``gymnasium.vector.VectorEnv``, a ``VecEnv`` of it with tensors on ``device``.
+
+    Raises:
+        ConfigError: an unsupported space or autoreset mode.
+    """
+    if isinstance(getattr(env, "spec", None), EnvSpec) or not hasattr(env, "single_action_space"):
+        return env
+    return import_name("env", "pql.envs.adapters.gymnasium:GymnasiumVec").of(env, device or torch.device("cpu"))
 
 
 def check_protocol(env: Any, setting: str = "env", name: str | None = None) -> None:

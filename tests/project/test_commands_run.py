@@ -32,7 +32,7 @@ FOREIGN = [pytest.mark.foreign]
 ON_CPU_TOO = r"pql (train|eval|doctor) .*(scale=gpu|device=cuda)"
 MARKED = {  # by the first rule that fits
     r"pql .*isaacgym.*device=cuda": [*GPU, *FOREIGN],
-    r"pql .*(/opt/|task=dmlab|task=playground|engine=warp)": FOREIGN,
+    r"pql .*(/opt/|task=dmlab|task=playground|engine=warp|gymnasium_robotics:)": FOREIGN,
     r"PQL_ISAACGYMENVS=|python tools/check_originals": FOREIGN,
     r"python fast_td3|uv run": FOREIGN,
     ON_CPU_TOO: GPU,

@@ -11,21 +11,29 @@ gymnasium = pytest.importorskip("gymnasium")
 from gymnasium import spaces  # noqa: E402
 from gymnasium.utils.env_checker import data_equivalence  # noqa: E402
 from gymnasium.utils.env_match import check_environments_match  # noqa: E402
-from gymnasium.vector import AutoresetMode  # noqa: E402
+from gymnasium.vector import AutoresetMode, VectorWrapper  # noqa: E402
 from wrapped import Groups, N, score  # noqa: E402
 
 import pql  # noqa: E402
 from pql.contract.env import Discrete  # noqa: E402
 from pql.envs.adapters.gymnasium import GymnasiumVec  # noqa: E402
+from pql.envs.adapters.gymnasium_host import copy_seeds  # noqa: E402
 from pql.envs.toy import Counter  # noqa: E402
 
 MODES = {"next_step": AutoresetMode.NEXT_STEP, "same_step": AutoresetMode.SAME_STEP}
 
 
+class Seeded(VectorWrapper):
+    """Gives the copies the seeds of ``task=gymnasium``."""
+
+    def reset(self, *, seed=None, options=None):
+        return self.env.reset(seed=None if seed is None else copy_seeds(seed, self.num_envs), options=options)
+
+
 def both(mode, num_envs):
     """gymnasium's own vector environment, and the same through pql and back."""
     theirs = gymnasium.make_vec("PqlClock-v0", num_envs, "sync", {"autoreset_mode": MODES[mode]})
-    return theirs, pql.wrap.gymnasium(GymnasiumVec(num_envs, id="PqlClock-v0", autoreset=mode))
+    return Seeded(theirs), pql.wrap.gymnasium(GymnasiumVec(num_envs, id="PqlClock-v0", autoreset=mode))
 
 
 @pytest.mark.parametrize("mode", MODES)

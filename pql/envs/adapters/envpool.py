@@ -80,7 +80,8 @@ class EnvpoolVec:
     def reset(self, seed: int | None = None) -> Obs:
         if seed is not None:
             self._envs.close()
-            self._envs = self._make(seed % 2**31)
+            # EnvPool seeds environment i with seed + i: neighbouring seeds would share all environments but one.
+            self._envs = self._make(int(np.random.SeedSequence(seed).generate_state(1)[0] >> 2))
         return self._send(self._envs.reset()[0])
 
     def step(self, action: Tensor) -> Step:

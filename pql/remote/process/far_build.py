@@ -78,9 +78,10 @@ def build_simulator(request: Mapping[str, Any]) -> Any:
 
 
 def foresee(request: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the specification without building the environment; None if its factory has no ``describe``."""
+    """Return the specification without building the environment; None if its factory cannot tell."""
     describe = getattr(find_simulator(request["name"]), "describe", None)
-    return None if describe is None else describe_simulator(call(describe, request))
+    spec = None if describe is None else call(describe, request)
+    return None if spec is None else describe_simulator(spec)
 
 
 def call(factory: Any, request: Mapping[str, Any]) -> Any:
