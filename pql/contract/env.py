@@ -49,6 +49,16 @@ class Box:
     high: tuple[float, ...] | None = None
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of one environment's action."""
+        return (self.size,)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of its numbers."""
+        return torch.float32
+
+    @property
     def bounds(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """``(low, high)``; -1 and 1 in every dimension if none were given."""
         return self.low or (-1.0,) * self.size, self.high or (1.0,) * self.size
@@ -72,6 +82,47 @@ class Discrete:
     n: int
     start: int = 0
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of one environment's action."""
+        return ()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of its numbers."""
+        return torch.int64
+
+
+@dataclass(frozen=True)
+class MultiDiscrete:
+    """Several discrete actions at once: ``[N, K]`` int64, of which number k is in [0, nvec[k]).
+
+    Attributes:
+        nvec: numbers of actions, as gymnasium calls them; K twos for gymnasium's ``MultiBinary(K)``.
+        start: the simulator's first actions, which the environment adds; None: zeros. See :class:`Discrete`.
+    """
+
+    nvec: tuple[int, ...]
+    start: tuple[int, ...] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of one environment's action."""
+        return (len(self.nvec),)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of its numbers."""
+        return torch.int64
+
+    def random(self, rows: int, gen: torch.Generator) -> Tensor:
+        """Return ``rows`` uniform actions, [rows, K] int64, on the device of ``gen``."""
+        drawn = torch.randint(2**62, (rows, len(self.nvec)), generator=gen, device=gen.device)
+        return drawn % torch.tensor(self.nvec, device=gen.device)
+
+
+Action = Box | Discrete | MultiDiscrete
+
 
 @dataclass(frozen=True)
 class EnvSpec:
@@ -81,7 +132,7 @@ class EnvSpec:
         name: task name, for logs and error messages.
         num_envs: number of environments N.
         obs: observation groups by name; ``"policy"`` is required, ``"critic"`` (privileged) is optional.
-        action: :class:`Box` (continuous) or :class:`Discrete`.
+        action: :class:`Box` (continuous), :class:`Discrete` or :class:`MultiDiscrete`.
         device: device of all tensors that ``reset`` and ``step`` return, and of the actions.
         max_episode_steps: time limit in environment steps; None if the simulator has none. It sizes the replay
             buffer's store of final observations.
@@ -107,7 +158,7 @@ class EnvSpec:
     name: str
     num_envs: int
     obs: Mapping[str, ObsSpec]
-    action: Box | Discrete
+    action: Action
     device: torch.device
     max_episode_steps: int | None = None
     autoreset: Literal["same_step", "next_step"] = "same_step"
@@ -150,7 +201,8 @@ class VecEnv(Protocol):
         """Step all environments.
 
         Args:
-            action: [N, A] float32 in [-1, 1] for a :class:`Box`, [N] int64 for :class:`Discrete`. It is not modified.
+            action: [N, A] float32 in [-1, 1] for a :class:`Box`, [N] int64 for :class:`Discrete`, [N, K] int64 for
+                :class:`MultiDiscrete`. It is not modified.
         Returns:
             A :class:`~pql.types.Step` with fields of [N, ...].
         """

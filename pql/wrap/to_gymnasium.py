@@ -9,7 +9,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from torch import Tensor
 
-from pql.contract.env import Box, EnvSpec, ObsSpec, VecEnv
+from pql.contract.env import Box, EnvSpec, MultiDiscrete, ObsSpec, VecEnv
 from pql.contract.optional import PartialReset, supports
 from pql.errors import ConfigError
 from pql.types import Obs, Step
@@ -111,9 +111,12 @@ def observation_space(spec: EnvSpec) -> Space:
 
 
 def action_space(spec: EnvSpec) -> Space:
-    """Return [-1, 1] in every dimension for a Box, or Discrete with the simulator's ``start``."""
+    """Return [-1, 1] in every dimension for a Box, or (Multi)Discrete with the simulator's ``start``."""
     if isinstance(spec.action, Box):
         return spaces.Box(-1.0, 1.0, (spec.action.size,), np.float32)
+    if isinstance(spec.action, MultiDiscrete):
+        start = None if spec.action.start is None else np.array(spec.action.start)
+        return spaces.MultiDiscrete(np.array(spec.action.nvec), start=start)
     return spaces.Discrete(spec.action.n, start=spec.action.start)
 
 

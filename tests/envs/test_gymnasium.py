@@ -1,5 +1,7 @@
 """The gymnasium adapter on a deterministic environment in which every off-by-one error shows."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -14,7 +16,7 @@ import pql  # noqa: E402
 from pql.config.compose import compose  # noqa: E402
 from pql.config.trust import check_task  # noqa: E402
 from pql.contract.conformance import check_env  # noqa: E402
-from pql.contract.env import Box, Discrete, ObsSpec, adapted, make_env  # noqa: E402
+from pql.contract.env import Box, Discrete, MultiDiscrete, ObsSpec, adapted, make_env  # noqa: E402
 from pql.contract.optional import PartialReset, supports  # noqa: E402
 from pql.envs.adapters.gymnasium import GymnasiumVec  # noqa: E402
 from pql.envs.adapters.gymnasium_host import copy_seeds, simulator_action  # noqa: E402
@@ -22,7 +24,7 @@ from pql.errors import ConfigError  # noqa: E402
 from pql.remote.actor.gymnasium import GymnasiumSim  # noqa: E402
 from pql.remote.env import spec_of  # noqa: E402
 from pql.remote.process.far_build import describe_simulator  # noqa: E402
-from pql.remote.protocol import check_facts  # noqa: E402
+from pql.remote.protocol import Layout, WireError, check_facts, unpack  # noqa: E402
 
 
 class Probe(gymnasium.Env):
@@ -187,6 +189,31 @@ def test_discrete_actions_begin_where_the_space_begins():
     sim = GymnasiumSim(2, id="PqlOther-v0", kwargs={"action": spaces.Discrete(3, start=-1)})
     facts = check_facts(describe_simulator(sim.spec))  # as a remote actor sends them
     assert spec_of(facts, 2, torch.device("cpu"), 1).action == Discrete(3, start=-1)
+
+
+@pytest.mark.parametrize(
+    ("space", "spec", "given", "taken"),
+    [
+        (spaces.MultiDiscrete([3, 2], start=[-1, 4]), MultiDiscrete((3, 2), (-1, 4)), [[2, 0]], [[1, 4]]),
+        (spaces.MultiDiscrete([[3, 2], [4, 5]]), MultiDiscrete((3, 2, 4, 5)), [[0, 1, 2, 3]], [[[0, 1], [2, 3]]]),
+        (spaces.MultiBinary((3, 1)), MultiDiscrete((2, 2, 2)), [[1, 0, 1]], [[[1], [0], [1]]]),
+    ],
+)
+def test_several_discrete_actions_have_the_shape_and_the_start_of_their_space(space, spec, given, taken):
+    env = GymnasiumVec(1, id="PqlOther-v0", kwargs={"action": space, "max_episode_steps": 4})
+    assert env.spec.action == spec
+    action = simulator_action(space, np.array(given))
+    assert action.tolist() == taken
+    assert space.contains(action[0])
+    assert check_env(env, 20).failed in ([], ["determinism"])  # its observations are drawn from the space
+    sim = GymnasiumSim(1, id="PqlOther-v0", kwargs={"action": space})
+    facts = check_facts(json.loads(json.dumps(describe_simulator(sim.spec))))
+    assert spec_of(facts, 1, torch.device("cpu"), 1).action == spec
+    layout, sent = Layout(facts), np.array(given)
+    assert np.array_equal(layout.read_action(unpack(layout.pack_action(1, 1, sent)).body), sent)
+    for wrong in ({"nvec": []}, {"nvec": [2, 0]}, {"nvec": 3}, {"nvec": [2], "start": [0, 0]}):
+        with pytest.raises(WireError, match="action is missing or wrong"):
+            check_facts(facts | {"action": wrong})
 
 
 def test_neighbouring_seeds_share_no_copy():
@@ -390,7 +417,7 @@ def other(**kwargs):
 
 
 REFUSED = [
-    (other(action=spaces.MultiDiscrete([2, 3])), r"^action_space=MultiDiscrete.* or Discrete$"),
+    (other(action=spaces.Tuple([spaces.Discrete(2)])), r"^action_space=Tuple.* MultiDiscrete or MultiBinary; task"),
     (other(action=spaces.Box(-np.inf, 1, (2,))), r"^action_space=Box\(-inf, 1"),
     (other(action=spaces.Box(0, 3, (2,), np.int64)), r"^action_space=Box\(0, 3, \(2,\), int64"),
     (other(obs=spaces.Discrete(4)), r"^observation_space=Discrete\(4\).* task.kwargs.wrappers=\[FlattenObservation\]"),

@@ -26,6 +26,7 @@ from pql.run.evaluation import EvaluationPlan, evaluate_saved
 from pql.run.export import writer as export
 from pql.run.export.writer import Deployed, difference, export_policy, random_inputs, unit_map, write_export
 from pql.run.policy import Policy, open_stored
+from pql.run.store.manifest import check_export
 
 ort = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
@@ -327,6 +328,29 @@ def test_discrete_actions_leave_from_the_simulators_start(tmp_path: Path, scale:
         raw = loaded._function([x])[0]  # type: ignore[union-attr]
         assert torch.equal(raw, want - 4 if scale else want)
         assert raw.dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    ("entry", "changes", "message"),
+    [
+        ("action", {"start": 0.5}, "action.start is not whole numbers"),
+        ("action", {"kind": "multi_discrete", "nvec": [3]}, "action.start is not whole numbers"),
+        ("action", {"kind": "multi_discrete", "nvec": [0, 1, 1]}, "action.nvec is not whole numbers"),
+        ("action", {"kind": "multi_discrete", "nvec": 3}, "action.nvec is not whole numbers"),
+        ("action", {"kind": "tuple"}, "action is not a kind and a size"),
+        ("spec", {"action_start": "1"}, "spec.action_start is not whole numbers"),
+        ("spec", {"action": {"multi_discrete": []}}, "spec.action is not a number of actions"),
+        ("spec", {"action": {"multi_discrete": [2, -1]}}, "spec.action is not a number of actions"),
+        ("spec", {"action": {"multi_discrete": [2]}, "action_start": [1, 2]}, "spec.action_start is not whole numbers"),
+    ],
+)
+def test_actions_of_an_export_are_checked(entry: str, changes: dict, message: str) -> None:
+    metadata = json.loads(json.dumps(metadata_of(choosing(Discrete(3, start=-4)))))
+    check_export(metadata)
+    if "nvec" in changes and changes["nvec"] == [3]:
+        changes = changes | {"size": 1}
+    with pytest.raises(ValueError, match=message):
+        check_export(metadata | {entry: metadata[entry] | changes})
 
 
 def test_discrete_actions_leave_as_whole_numbers(tmp_path: Path) -> None:

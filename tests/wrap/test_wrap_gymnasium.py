@@ -15,7 +15,7 @@ from gymnasium.vector import AutoresetMode, VectorWrapper  # noqa: E402
 from wrapped import Groups, N, score  # noqa: E402
 
 import pql  # noqa: E402
-from pql.contract.env import Discrete  # noqa: E402
+from pql.contract.env import Discrete, MultiDiscrete  # noqa: E402
 from pql.envs.adapters.gymnasium import GymnasiumVec  # noqa: E402
 from pql.envs.adapters.gymnasium_host import copy_seeds  # noqa: E402
 from pql.envs.toy import Counter  # noqa: E402
@@ -129,6 +129,22 @@ def test_groups_become_a_dict_and_discrete_actions_stay_discrete():
     assert env.single_observation_space.contains(final)
     assert final["policy"][1] == 7
     assert final["critic"][1].tolist() == [7, 7, 7]
+
+
+@pytest.mark.parametrize("wrap", [pql.wrap.gymnasium, pql.wrap.sb3])
+def test_several_discrete_actions_of_a_wrapper_begin_where_its_space_does(wrap):
+    if wrap is pql.wrap.sb3:
+        pytest.importorskip("stable_baselines3")
+    env, taken = Counter(2), []
+    env.spec = replace(env.spec, action=MultiDiscrete((3, 2), (-1, 4)))
+    step = env.step
+    env.step = lambda action: taken.append(action.tolist()) or step(action)
+    wrapped = wrap(env)
+    wrapped.reset()
+    start = [-1, 4] if wrap is pql.wrap.gymnasium else [0, 0]
+    assert getattr(wrapped, "single_action_space", wrapped.action_space) == spaces.MultiDiscrete([3, 2], start=start)
+    wrapped.step(np.array([[2, 0], [0, 1]]) + start)
+    assert taken == [[[2, 0], [0, 1]]]
 
 
 @pytest.mark.parametrize("wrap", [pql.wrap.gymnasium, pql.wrap.sb3])

@@ -17,7 +17,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
-from pql.contract.plain import Box, Discrete
+from pql.contract.plain import Box, Discrete, MultiDiscrete
 from pql.contract.registry import import_name
 from pql.errors import ConfigError, nearest
 
@@ -283,22 +283,35 @@ def obs_parts(space: spaces.Space) -> dict[str, tuple[tuple[int, ...], str]]:
     return found
 
 
-def action_spec(space: spaces.Space) -> Box | Discrete:
-    """Return the action specification. Raises ``ConfigError`` for other spaces than Discrete and bounded Boxes."""
+def action_spec(space: spaces.Space) -> Any:
+    """Return the action specification, of ``pql.contract.plain``.
+
+    Raises:
+        ConfigError: a Dict, a Tuple, or a Box without finite bounds or of integers.
+    """
     if isinstance(space, spaces.Discrete):
         return Discrete(int(space.n), int(space.start))
+    if isinstance(space, spaces.MultiDiscrete):
+        start = tuple(map(int, space.start.reshape(-1)))
+        return MultiDiscrete(tuple(map(int, space.nvec.reshape(-1))), start if any(start) else None)
+    if isinstance(space, spaces.MultiBinary):
+        return MultiDiscrete((2,) * math.prod(space.shape))
     bounded = isinstance(space, spaces.Box) and np.isfinite(space.low).all() and np.isfinite(space.high).all()
     if not bounded or not np.issubdtype(space.dtype, np.floating):
-        raise ConfigError("action_space", space, "a Box of floats with finite bounds, or Discrete")
+        allowed = "a Box of floats with finite bounds, Discrete, MultiDiscrete or MultiBinary"
+        raise ConfigError("action_space", space, f"{allowed}; task.kwargs.wrappers=[module:Wrapper] can convert others")
     assert isinstance(space, spaces.Box)
     low, high = (tuple(b.astype(float).reshape(-1).tolist()) for b in (space.low, space.high))
     return Box(math.prod(space.shape), low, high)
 
 
 def simulator_action(space: spaces.Space, action: np.ndarray) -> np.ndarray:
-    """Map actions to a space: [N, A] in [-1, 1] to [N, ...] in a Box, or [N] from 0 to [N] in a Discrete."""
+    """Map actions to a space: [N, A] in [-1, 1] to [N, ...] in a Box, [N] or [N, K] from 0 to [N] or [N, ...]."""
     if isinstance(space, spaces.Discrete):
         return action + space.start
+    if isinstance(space, spaces.MultiDiscrete | spaces.MultiBinary):
+        shaped = action.reshape(-1, *space.shape)
+        return (shaped + space.start if isinstance(space, spaces.MultiDiscrete) else shaped).astype(space.dtype)
     assert isinstance(space, spaces.Box)
     low, high = (b.astype(np.float64).reshape(-1) for b in (space.low, space.high))
     scaled = low + (action.astype(np.float64).clip(-1, 1) + 1) / 2 * (high - low)

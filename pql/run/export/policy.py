@@ -34,7 +34,8 @@ Function = Callable[[Sequence[Tensor]], list[Tensor]]
 def unit_map(about: Mapping[str, Any], device: torch.device) -> Callable[[Tensor], Tensor]:
     """Return the function that maps an export's action to the environment contract's: to [-1, 1], or to a count from 0.
     ``about`` is the metadata's entry ``action``."""
-    if about["scaled"] and (start := about.get("start")):
+    if about["scaled"] and "start" in about:  # not of a box
+        start = torch.tensor(about["start"], device=device)
         return lambda action: action - start
     low, high = (torch.tensor(about.get(end, ())) for end in ("low", "high"))
     if not about["scaled"] or bool((low == -1).all() and (high == 1).all()):
