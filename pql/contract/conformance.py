@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from pql.contract.env import Action, Box, Discrete, EnvSpec, MultiDiscrete, VecEnv, capturable
+from pql.contract.env import Action, Box, Discrete, EnvSpec, MultiDiscrete, VecEnv, adapted, capturable
 from pql.contract.grouped import join_steps
 from pql.contract.optional import Capturable, GroupedEnv, Resumable, supports
 from pql.contract.rules import (
@@ -341,7 +341,7 @@ def check_env(env: VecEnv, steps: int = 200, seed: int = 0, described: EnvSpec |
     the episode continues) and ``spec.info["restarts"]`` (``first`` without an end).
 
     Args:
-        env: in any state. A few environments (8, for example) suffice.
+        env: in any state, also a ``gymnasium.vector.VectorEnv``. A few environments (8, for example) suffice.
         steps: length of the main run; more than ``max_episode_steps`` also tests the time limit. The run is repeated
             once to test determinism.
         seed: of the environment and the actions.
@@ -349,7 +349,7 @@ def check_env(env: VecEnv, steps: int = 200, seed: int = 0, described: EnvSpec |
     Returns:
         A report with one result per rule: ``report.ok``, ``report.failed`` (names), ``print(report)``.
     """
-    if fault := protocol_fault(env):
+    if fault := protocol_fault(env := adapted(env)):
         skipped = [Result(name, None, "not tested: needs protocol") for name in RULES]
         return Report(type(env).__name__, [Result("protocol", False, fault), *skipped])
     checker = Checker(env, seed)

@@ -295,6 +295,7 @@ def test_the_vector_environment_of_an_id_conforms_in_both_modes():
 
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
 def test_a_vector_environment_is_taken_as_an_object(mode, tmp_path):
+    assert check_env(Many(3, mode), 60).ok
     ours = adapted(Many(3, mode))
     rows, other_rows = story(ours), story(adapted(Many(3)))
     for a, b in zip(rows, other_rows, strict=True):
