@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from pql.contract.env import Box as Box
     from pql.contract.env import Discrete as Discrete
     from pql.contract.env import EnvSpec as EnvSpec
+    from pql.contract.env import MultiDiscrete as MultiDiscrete
     from pql.contract.env import ObsSpec as ObsSpec
     from pql.contract.env import make_env as make_env
     from pql.contract.registry import register as register
@@ -60,6 +61,7 @@ _HOME = {
     "ObsSpec": "pql.contract.env",
     "Box": "pql.contract.env",
     "Discrete": "pql.contract.env",
+    "MultiDiscrete": "pql.contract.env",
     "Step": "pql.types",
     "load_policy": "pql.run.policy",
     "export_policy": "pql.run.export.writer",

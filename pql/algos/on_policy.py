@@ -18,7 +18,7 @@ from pql.collect.collector import Collector
 from pql.config import Config
 from pql.config.algorithms import RolloutAlgoConfig, StochasticConfig
 from pql.config.families import own
-from pql.contract.env import Discrete, EnvSpec
+from pql.contract.env import Box, Discrete, EnvSpec, MultiDiscrete
 from pql.data.normalize import Normalizer
 from pql.data.rollout import Rollout, Segment, View, rollout_bytes
 from pql.data.unrolls import FULL, Reader, Unrolls
@@ -28,7 +28,7 @@ from pql.engine.schedule import Counts
 from pql.engine.worker import Learner, State
 from pql.errors import ConfigError, gib
 from pql.nets.actor_critic import ActorCritic, Body, OwnBody, StateValue, StochasticPolicy
-from pql.nets.distributions import ActionDist, Categorical, DiagGaussian
+from pql.nets.distributions import ActionDist, Categorical, DiagGaussian, MultiCategorical
 from pql.nets.encoders import custom_network, groups_of, make_input, make_layers
 from pql.nets.mlp import Flat, seeded
 from pql.types import Metrics
@@ -89,7 +89,7 @@ def check_on_policy(config: Config, spec: EnvSpec, counts: Counts, device: torch
     """
     check_obs(config, spec)
     p = own(config, StochasticConfig)
-    if isinstance(spec.action, Discrete) and p.squash:
+    if not isinstance(spec.action, Box) and p.squash:
         raise ConfigError("algo.squash", True, f"false: the actions of {spec.name} are discrete")
     if p.shared and groups_of(config, spec, "critic") != groups_of(config, spec, "policy"):
         raise ConfigError("algo.shared", True, f"false: in {spec.name} policy and critic observe different groups")
@@ -188,9 +188,11 @@ def make_learner(kind: OnPolicy, config: Config, spec: EnvSpec, flat: Flat, sour
 
 
 def make_dist(config: Config, spec: EnvSpec) -> ActionDist:
-    """Create a Gaussian for continuous actions, a categorical distribution for discrete ones."""
+    """Create a Gaussian for continuous actions, a categorical distribution for discrete ones, or a product of these."""
     if isinstance(spec.action, Discrete):
         return Categorical(spec.action.n)
+    if isinstance(spec.action, MultiDiscrete):
+        return MultiCategorical(spec.action.nvec)
     return DiagGaussian(spec.action.size, own(config, StochasticConfig).squash)
 
 

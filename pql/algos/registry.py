@@ -17,7 +17,7 @@ from pql.config import layers as presets
 from pql.config.algorithms import RECORDS, ActorCriticConfig, ReplayAlgoConfig
 from pql.config.families import own
 from pql.config.groups import TrainedNetConfig
-from pql.contract.env import Box, EnvSpec, ObsSpec, VecEnv
+from pql.contract.env import Box, Discrete, EnvSpec, MultiDiscrete, ObsSpec, VecEnv
 from pql.contract.plugins import entry_points
 from pql.contract.registry import import_name
 from pql.data.frames import deepest, stored_spec
@@ -212,8 +212,13 @@ def make_normalizer(setup: Setup) -> Normalizer:
 def check_continuous(config: Config, spec: EnvSpec) -> None:
     """Raises ``ConfigError`` for discrete actions."""
     if not isinstance(spec.action, Box):
-        allowed = f"a task with bounded continuous actions; this one has {spec.action}: for that, algo=dqn, ppo, ..."
-        raise ConfigError("task", config.task.name, allowed)
+        raise ConfigError("task", config.task.name, f"a task with bounded continuous actions; {advice(spec)}")
+
+
+def advice(spec: EnvSpec) -> str:
+    """Name the actions of a task that an algorithm does not support, and algorithms that do."""
+    takers = {Box: "pql, sac, ppo", Discrete: "dqn, ppo, pqn, impala", MultiDiscrete: "ppo, a2c, appo, impala"}
+    return f"this one has {spec.action}: for that, algo={takers[type(spec.action)]}, ..."
 
 
 def check_obs(config: Config, spec: EnvSpec) -> None:

@@ -20,6 +20,7 @@ from pql.algos.registry import (
     Role,
     Setup,
     Wiring,
+    advice,
     make_adamw,
     make_lr_schedule,
     make_normalizer,
@@ -139,7 +140,7 @@ def check_value_based(config: Config, spec: EnvSpec, counts: Counts, device: tor
 def check_acting(config: Config, spec: EnvSpec) -> None:
     """Raises ``ConfigError`` for continuous actions or an unsupported observation."""
     if not isinstance(spec.action, Discrete):
-        raise ConfigError("task", config.task.name, f"a task with discrete actions; this one has {spec.action}")
+        raise ConfigError("task", config.task.name, f"a task with discrete actions; {advice(spec)}")
     if critic_of(config).net is None:
         groups_of(acting(config), spec, "critic")
 

@@ -30,8 +30,8 @@ def train(
 
     Args:
         overrides: ``"key=value"``, or dicts, nested or dotted: ``{"task": "halfcheetah", "budget": {"seconds": 60}}``.
-        env: a live ``VecEnv`` to train on instead of a task; it determines ``num_envs`` and ``device``. It is evaluated
-            once, after training, and stays open.
+        env: a live ``VecEnv``, or ``gymnasium.vector.VectorEnv``, to train on instead of a task; it determines
+            ``num_envs`` and ``device``. It is evaluated once, after training, and stays open.
         callbacks: one or several, called as ``callback(session, row)`` with every row of metrics;
             ``session.stop = True`` ends the run.
         quiet: print nothing.
@@ -44,6 +44,10 @@ def train(
     from pql.config.compose import words_of
 
     words = words_of(overrides)
+    if env is not None:
+        from pql.contract.env import adapted
+
+        env = adapted(env)
     return launch(words if env is None else words_for(env, words), env=env, callbacks=callbacks, quiet=quiet)
 
 
@@ -68,9 +72,9 @@ def resume(
     from pql.config.compose import words_of
 
     if env is not None:
-        from pql.contract.env import check_protocol
+        from pql.contract.env import adapted, check_protocol
 
-        check_protocol(env)
+        check_protocol(env := adapted(env))
     return launch(words_of(overrides), Path(run_dir).expanduser(), quiet, trust, env=env, callbacks=callbacks)
 
 

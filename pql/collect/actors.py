@@ -99,10 +99,8 @@ class NoisyActor:
 
 
 def action_buffer(spec: EnvSpec) -> Tensor:
-    """Return zeros with an action's shape and type: [N, A] float32, or [N] int64."""
-    if isinstance(spec.action, Discrete):
-        return torch.zeros(spec.num_envs, dtype=torch.int64, device=spec.device)
-    return torch.zeros(spec.num_envs, spec.action.size, device=spec.device)
+    """Return zeros with an action's shape and type: [N, A] float32, [N] or [N, K] int64."""
+    return torch.zeros(spec.num_envs, *spec.action.shape, dtype=spec.action.dtype, device=spec.device)
 
 
 class EpsilonActor:

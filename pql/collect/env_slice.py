@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pql.collect.asynchronous import masked_update
 from pql.collect.nonfinite import floats, mask_and
-from pql.contract.env import Discrete, capturable, check_answer
+from pql.contract.env import Discrete, MultiDiscrete, capturable, check_answer
 from pql.contract.optional import Capturable, GroupedEnv
 from pql.data.normalize import ALL
 from pql.engine import watchdog
@@ -109,6 +109,8 @@ class EnvSlice:
         with masked_update(self.actor, self.mask):
             if isinstance(kind, Discrete):
                 action.random_(kind.n, generator=self.gen)
+            elif isinstance(kind, MultiDiscrete):
+                action.copy_(kind.random(len(action), self.gen))
             else:
                 action.copy_(torch.rand(action.shape, generator=self.gen, device=self.device).mul_(2).sub_(1))
 

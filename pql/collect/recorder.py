@@ -3,6 +3,7 @@
 ``pql.run.flight_recorder`` writes it to a dump when a run fails, and replays a dump bit for bit.
 """
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pql.collect.nonfinite import LAG
-from pql.contract.env import Discrete, VecEnv
+from pql.contract.env import VecEnv
 from pql.contract.optional import Resumable, supports
 from pql.types import Obs
 
@@ -48,7 +49,7 @@ class FlightRecorder:
     def __init__(self, env: VecEnv, groups: int):
         self.env, self.groups = env, groups
         spec = env.spec
-        size = spec.num_envs * (8 if isinstance(spec.action, Discrete) else 4 * spec.action.size)
+        size = spec.num_envs * math.prod(spec.action.shape) * spec.action.dtype.itemsize
         self.steps = max(1, min(STEPS, ROOM // size))
         self.ticks = 1 if spec.device.type == "cpu" else LAG + 1  # the tick that ended the run must still be recorded
         self.reels: deque[Recording] = deque(maxlen=2)

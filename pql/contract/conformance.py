@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from pql.contract.env import Box, Discrete, EnvSpec, VecEnv, capturable
+from pql.contract.env import Action, Box, Discrete, EnvSpec, MultiDiscrete, VecEnv, adapted, capturable
 from pql.contract.grouped import join_steps
 from pql.contract.optional import Capturable, GroupedEnv, Resumable, supports
 from pql.contract.rules import (
@@ -85,11 +85,13 @@ class Checker:
             self.faults[rule] = message + (f", step {index}" if index is not None else "")
 
     def actions(self, count: int, scale: float = 1.0) -> Iterator[Tensor]:
-        """Yield ``count`` random actions [N, A] or [N], the same every time; ``scale`` multiplies continuous ones."""
+        """Yield ``count`` random actions [N, ...], the same every time; ``scale`` multiplies continuous ones."""
         spec, gen = self.env.spec, torch.Generator().manual_seed(self.seed)
         for _ in range(count):
             if isinstance(spec.action, Discrete):
                 yield torch.randint(spec.action.n, (spec.num_envs,), generator=gen).to(spec.device)
+            elif isinstance(spec.action, MultiDiscrete):
+                yield spec.action.random(spec.num_envs, gen).to(spec.device)
             else:
                 unit = torch.rand(spec.num_envs, spec.action.size, generator=gen) * 2 - 1
                 yield (unit * scale).to(spec.device)
@@ -319,8 +321,8 @@ def protocol_fault(env: Any) -> str:
         return "capturable needs generators, state_dict and load_state_dict"
     if spec.groups < 1 or spec.num_envs % spec.groups or (spec.groups > 1 and not hasattr(env, "send")):
         return f"spec.groups={spec.groups}: equal groups of environments, and send and recv where they are several"
-    if spec.num_envs < 1 or "policy" not in spec.obs or not isinstance(spec.action, Box | Discrete):
-        return "spec needs num_envs of at least 1, a 'policy' observation, and Box or Discrete actions"
+    if spec.num_envs < 1 or "policy" not in spec.obs or not isinstance(spec.action, Action):
+        return "spec needs num_envs of at least 1, a 'policy' observation, and Box, Discrete or MultiDiscrete actions"
     for name, allowed in (
         ("autoreset", ("same_step", "next_step")),
         ("final_obs", ("always", "on_done", "never")),
@@ -339,7 +341,7 @@ def check_env(env: VecEnv, steps: int = 200, seed: int = 0, described: EnvSpec |
     the episode continues) and ``spec.info["restarts"]`` (``first`` without an end).
 
     Args:
-        env: in any state. A few environments (8, for example) suffice.
+        env: in any state, also a ``gymnasium.vector.VectorEnv``. A few environments (8, for example) suffice.
         steps: length of the main run; more than ``max_episode_steps`` also tests the time limit. The run is repeated
             once to test determinism.
         seed: of the environment and the actions.
@@ -347,7 +349,7 @@ def check_env(env: VecEnv, steps: int = 200, seed: int = 0, described: EnvSpec |
     Returns:
         A report with one result per rule: ``report.ok``, ``report.failed`` (names), ``print(report)``.
     """
-    if fault := protocol_fault(env):
+    if fault := protocol_fault(env := adapted(env)):
         skipped = [Result(name, None, "not tested: needs protocol") for name in RULES]
         return Report(type(env).__name__, [Result("protocol", False, fault), *skipped])
     checker = Checker(env, seed)

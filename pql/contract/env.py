@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor
 
-from pql.contract.registry import check_chosen, find_factory
+from pql.contract.registry import check_chosen, find_factory, import_name
 from pql.errors import ConfigError, nearest
 from pql.types import Obs, Step
 
@@ -49,6 +49,16 @@ class Box:
     high: tuple[float, ...] | None = None
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of one environment's action."""
+        return (self.size,)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of its numbers."""
+        return torch.float32
+
+    @property
     def bounds(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """``(low, high)``; -1 and 1 in every dimension if none were given."""
         return self.low or (-1.0,) * self.size, self.high or (1.0,) * self.size
@@ -61,13 +71,57 @@ class Box:
 
 @dataclass(frozen=True)
 class Discrete:
-    """Discrete actions: ``[N]`` int64 in [0, n).
+    """Discrete actions: ``[N]`` int64 in [0, n), to which the environment adds ``start``.
 
     Attributes:
         n: number of actions.
+        start: the simulator's first action. Only exported policies and ``pql.wrap``, which have the simulator's own
+            actions, read it.
     """
 
     n: int
+    start: int = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of one environment's action."""
+        return ()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of its numbers."""
+        return torch.int64
+
+
+@dataclass(frozen=True)
+class MultiDiscrete:
+    """Several discrete actions at once: ``[N, K]`` int64, of which number k is in [0, nvec[k]).
+
+    Attributes:
+        nvec: numbers of actions, as gymnasium calls them; K twos for gymnasium's ``MultiBinary(K)``.
+        start: the simulator's first actions, which the environment adds; None: zeros. See :class:`Discrete`.
+    """
+
+    nvec: tuple[int, ...]
+    start: tuple[int, ...] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of one environment's action."""
+        return (len(self.nvec),)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of its numbers."""
+        return torch.int64
+
+    def random(self, rows: int, gen: torch.Generator) -> Tensor:
+        """Return ``rows`` uniform actions, [rows, K] int64, on the device of ``gen``."""
+        drawn = torch.randint(2**62, (rows, len(self.nvec)), generator=gen, device=gen.device)
+        return drawn % torch.tensor(self.nvec, device=gen.device)
+
+
+Action = Box | Discrete | MultiDiscrete
 
 
 @dataclass(frozen=True)
@@ -78,7 +132,7 @@ class EnvSpec:
         name: task name, for logs and error messages.
         num_envs: number of environments N.
         obs: observation groups by name; ``"policy"`` is required, ``"critic"`` (privileged) is optional.
-        action: :class:`Box` (continuous) or :class:`Discrete`.
+        action: :class:`Box` (continuous), :class:`Discrete` or :class:`MultiDiscrete`.
         device: device of all tensors that ``reset`` and ``step`` return, and of the actions.
         max_episode_steps: time limit in environment steps; None if the simulator has none. Episodes may also be
             truncated earlier.
@@ -105,7 +159,7 @@ class EnvSpec:
     name: str
     num_envs: int
     obs: Mapping[str, ObsSpec]
-    action: Box | Discrete
+    action: Action
     device: torch.device
     max_episode_steps: int | None = None
     autoreset: Literal["same_step", "next_step"] = "same_step"
@@ -159,7 +213,8 @@ class VecEnv(Protocol):
         """Step all environments.
 
         Args:
-            action: [N, A] float32 in [-1, 1] for a :class:`Box`, [N] int64 for :class:`Discrete`. It is not modified.
+            action: [N, A] float32 in [-1, 1] for a :class:`Box`, [N] int64 for :class:`Discrete`, [N, K] int64 for
+                :class:`MultiDiscrete`. It is not modified.
         Returns:
             A :class:`~pql.types.Step` with fields of [N, ...].
         """
@@ -172,7 +227,7 @@ class VecEnv(Protocol):
 
 EnvFactory = Callable[..., VecEnv]
 """``factory(num_envs, device, **kwargs) -> VecEnv``. An optional attribute ``describe`` of the same signature returns
-the ``EnvSpec`` without starting the simulator, so that memory use can be checked first."""
+the ``EnvSpec`` without starting the simulator, so that memory use can be checked first; None: it cannot tell."""
 
 
 def capturable(env: VecEnv) -> bool:
@@ -212,9 +267,20 @@ def make_env(name: str, num_envs: int = 64, device: str | torch.device = "cpu", 
         inspect.signature(factory).bind(**given)
     except TypeError as error:
         raise ConfigError("task", name, f"a factory that takes (num_envs, device): {error}") from error
-    env = factory(**given)
+    env = adapted(factory(**given), given["device"])
     check_protocol(env, "task", name)
     return env
+
+
+def adapted(env: Any, device: torch.device | None = None) -> Any:
+    """Return ``env``, or, if it is a ``gymnasium.vector.VectorEnv``, a ``VecEnv`` of it with tensors on ``device``.
+
+    Raises:
+        ConfigError: an unsupported space or autoreset mode.
+    """
+    if isinstance(getattr(env, "spec", None), EnvSpec) or not hasattr(env, "single_action_space"):
+        return env
+    return import_name("env", "pql.envs.adapters.gymnasium:GymnasiumVec").of(env, device or torch.device("cpu"))
 
 
 def check_protocol(env: Any, setting: str = "env", name: str | None = None) -> None:

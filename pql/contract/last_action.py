@@ -11,13 +11,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from pql.contract.env import Discrete, EnvSpec, ObsSpec, VecEnv
+from pql.contract.env import Box, Discrete, EnvSpec, MultiDiscrete, ObsSpec, VecEnv
 from pql.contract.optional import AsyncEnv, GroupedEnv, PartialReset, Resumable, WithEvaluation, supports
 from pql.errors import ConfigError
 from pql.types import Obs, Step
 
 GROUP = "last"
-"""Name of the group: [N, n + 1] float32, the one-hot last action and the last reward; zeros where an episode begins."""
+"""Name of the group: [N, n + 1] float32, the one-hot last action and the last reward; zeros where an episode begins. Of
+several actions at once, each is one-hot, and n is the sum of their numbers."""
 
 
 class Feedback:
@@ -38,9 +39,13 @@ class Feedback:
         self.env, self.clip, self.spec = env, reward_clip, feedback_spec(env.spec)
         n, device = self.spec.num_envs, self.spec.device
         self._size = self.spec.obs[GROUP].shape[0]
-        self._choices = torch.arange(self._size - 1, device=device)
+        action = cast(Discrete | MultiDiscrete, env.spec.action)
+        counts = (action.n,) if isinstance(action, Discrete) else action.nvec
+        # Each number of the one-hot part belongs to one of the K actions, and to one of that action's choices.
+        self._owner = torch.tensor([k for k, n in enumerate(counts) for _ in range(n)], device=device)
+        self._choices = torch.tensor([i for n in counts for i in range(n)], device=device)
         self._last = torch.zeros(n, self._size, device=device)
-        self._sent = torch.zeros(n, dtype=torch.int64, device=device)  # actions of pending steps
+        self._sent = torch.zeros(n, *action.shape, dtype=torch.int64, device=device)  # actions of pending steps
         if supports(env, Resumable):
             self.state_dict, self.load_state_dict = self._state_dict, self._load_state_dict
         if supports(env, PartialReset):
@@ -62,7 +67,7 @@ class Feedback:
         return self._seen(self.env.reset(seed))
 
     def step(self, action: Tensor) -> Step:
-        """Step all environments with ``action`` [N] int64."""
+        """Step all environments with ``action`` [N] or [N, K] int64."""
         step, here = self._add_last(self.env.step(action), action)
         self._last.copy_(here)
         return step
@@ -72,9 +77,9 @@ class Feedback:
         self.env.close()
 
     def _add_last(self, step: Step, action: Tensor) -> tuple[Step, Tensor]:
-        """Add the group to a step [n, ...] taken with ``action`` [n]; return it with the group in ``obs``, [n, K]."""
+        """Add the group to a step [n, ...] taken with ``action`` [n, ...]; return it with the group, [n, ...]."""
         reward = step.reward if self.clip is None else step.reward.clamp(-self.clip, self.clip)
-        one_hot = (action.unsqueeze(1) == self._choices).float()
+        one_hot = (action.view(len(action), -1).index_select(1, self._owner) == self._choices).float()
         last = torch.cat((one_hot, reward.unsqueeze(1)), 1)
         here = torch.where(step.first.unsqueeze(1), 0.0, last)
         final = torch.where(step.valid.unsqueeze(1), last, here)  # a filler row has no action
@@ -132,8 +137,9 @@ def feedback_spec(spec: EnvSpec) -> EnvSpec:
     Raises:
         ConfigError: the actions are continuous, or ``spec`` has a group ``last`` already.
     """
-    if not isinstance(spec.action, Discrete):
+    if isinstance(spec.action, Box):
         raise ConfigError("task", spec.name, f"a task with discrete actions; this one has {spec.action}")
     if GROUP in spec.obs:
         raise ConfigError("task", spec.name, f"a task without an observation group {GROUP!r}")
-    return replace(spec, obs={**spec.obs, GROUP: ObsSpec((spec.action.n + 1,))})
+    size = spec.action.n if isinstance(spec.action, Discrete) else sum(spec.action.nvec)
+    return replace(spec, obs={**spec.obs, GROUP: ObsSpec((size + 1,))})

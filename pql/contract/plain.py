@@ -19,6 +19,7 @@ if TYPE_CHECKING or (sys.version_info >= (3, 11) and importlib.util.find_spec("t
     from pql.contract.env import Box as Box
     from pql.contract.env import Discrete as Discrete
     from pql.contract.env import EnvSpec as EnvSpec
+    from pql.contract.env import MultiDiscrete as MultiDiscrete
     from pql.contract.env import ObsSpec as ObsSpec
     from pql.errors import ConfigError as ConfigError
     from pql.types import Step as Step
@@ -46,9 +47,16 @@ else:
         high: tuple[float, ...] | None = None
 
     class Discrete(NamedTuple):
-        """Discrete actions [N] int64 in [0, n)."""
+        """Discrete actions [N] int64 in [0, n): see ``pql.contract.env.Discrete``."""
 
         n: int
+        start: int = 0
+
+    class MultiDiscrete(NamedTuple):
+        """Several discrete actions [N, K] int64 at once: see ``pql.contract.env.MultiDiscrete``."""
+
+        nvec: tuple[int, ...]
+        start: tuple[int, ...] | None = None
 
     class EnvSpec(NamedTuple):
         """Static description of an environment: see ``pql.contract.env.EnvSpec``."""

@@ -1,21 +1,25 @@
 """Conversion of ``EnvSpec`` to and from the JSON stored in checkpoints, exports and dumps."""
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from pql.contract.env import Box, Discrete, EnvSpec, ObsSpec
+from pql.contract.env import Action, Box, Discrete, EnvSpec, MultiDiscrete, ObsSpec
 
 
 def spec_to_dict(spec: EnvSpec) -> dict[str, Any]:
     """Return the name, spaces and time limit of ``spec`` as JSON types."""
-    box = spec.action if isinstance(spec.action, Box) else None
-    action = box.size if box else {"discrete": cast(Discrete, spec.action).n}
-    bounds = {"action_low": box.low, "action_high": box.high} if box else {}
     groups = {k: _group_to_dict(s) for k, s in spec.obs.items()}
     limit = {"max_episode_steps": spec.max_episode_steps}
-    return {"name": spec.name, "obs": groups, "action": action, **bounds, **limit}
+    return {"name": spec.name, "obs": groups, **_action_to_dict(spec.action), **limit}
+
+
+def _action_to_dict(space: Action) -> dict[str, Any]:
+    if isinstance(space, Box):
+        return {"action": space.size, "action_low": space.low, "action_high": space.high}
+    kind = {"discrete": space.n} if isinstance(space, Discrete) else {"multi_discrete": list(space.nvec)}
+    return {"action": kind, **({"action_start": space.start} if space.start else {})}
 
 
 def _group_to_dict(group: ObsSpec) -> dict[str, Any]:
@@ -26,7 +30,22 @@ def _group_to_dict(group: ObsSpec) -> dict[str, Any]:
 def spec_from_dict(data: Mapping[str, Any]) -> EnvSpec:
     """Return the specification stored by :func:`spec_to_dict`, for one environment on the CPU."""
     obs = {k: ObsSpec(tuple(s["shape"]), getattr(torch, s["dtype"]), s.get("stack", 1)) for k, s in data["obs"].items()}
-    low, high = (tuple(b) if (b := data.get(f"action_{end}")) else None for end in ("low", "high"))
     size, limit = data["action"], data["max_episode_steps"]
-    action = Discrete(size["discrete"]) if isinstance(size, dict) else Box(size, low, high)
+    facts = {k: data.get(f"action_{k}") for k in ("low", "high", "start")}
+    names = {"discrete": "n", "multi_discrete": "nvec"}
+    kind = {names[k]: v for k, v in size.items()} if isinstance(size, dict) else {"size": size}
+    action = action_of({**facts, **kind})
     return EnvSpec(data["name"], 1, obs, action, torch.device("cpu"), max_episode_steps=limit)
+
+
+def action_of(facts: Mapping[str, Any]) -> Action:
+    """Return the actions with the fields ``facts`` as JSON types: ``n``, ``nvec`` or ``size``, and their ends."""
+
+    def numbers(name: str) -> Any:
+        return None if facts.get(name) is None else tuple(facts[name])
+
+    if "n" in facts:
+        return Discrete(facts["n"], facts.get("start") or 0)
+    if "nvec" in facts:
+        return MultiDiscrete(tuple(facts["nvec"]), numbers("start"))
+    return Box(facts["size"], numbers("low"), numbers("high"))

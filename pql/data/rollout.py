@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Generator, Tensor
 
-from pql.contract.env import Discrete, EnvSpec
+from pql.contract.env import EnvSpec
 from pql.data.frames import put
 from pql.data.normalize import Normalizer, clip
 from pql.types import Memory, Obs, Rows, Step
@@ -133,9 +133,8 @@ class Rollout:
         self.rows = horizon + 1 + self.finals + 1
         count = halves * self.rows * n
         self.obs = {k: torch.zeros(count, *s.shape, dtype=s.dtype, device=device) for k, s in spec.obs.items()}
-        size = () if isinstance(spec.action, Discrete) else (spec.action.size,)
-        kind, steps = torch.float32 if size else torch.int64, halves * horizon
-        self.action = torch.zeros(steps, n, *size, dtype=kind, device=device)
+        steps, kind = halves * horizon, spec.action.dtype
+        self.action = torch.zeros(steps, n, *spec.action.shape, dtype=kind, device=device)
         self.params = torch.zeros(steps, n, params_size, device=device)
         self.reward = torch.zeros(steps, n, device=device)
         self.flags = torch.zeros(steps, n, 5, dtype=torch.bool, device=device)
@@ -296,7 +295,7 @@ def rollout_final_rows(horizon: int, spec: EnvSpec) -> int:
 def rollout_bytes(spec: EnvSpec, horizon: int, params_size: int) -> int:
     """Return the bytes of a segment."""
     obs = sum(math.prod(s.shape) * s.dtype.itemsize for s in spec.obs.values())
-    action = 8 if isinstance(spec.action, Discrete) else 4 * spec.action.size
+    action = math.prod(spec.action.shape) * spec.action.dtype.itemsize
     finals = rollout_final_rows(horizon, spec) + 1
     return spec.num_envs * ((horizon + 1 + finals) * obs + 8 * finals + horizon * (action + 4 * params_size + 25))
 

@@ -1,10 +1,12 @@
 """Distributions: the C51 projection, the tanh-squashed Gaussian of SAC, and the action distributions of on-policy
-algorithms (diagonal Gaussian, clamped or squashed, and categorical).
+algorithms (diagonal Gaussian, clamped or squashed, categorical, and products of categoricals).
 
 ``torch.distributions`` is not used: it validates its arguments with a host synchronisation.
 """
 
 import math
+from collections.abc import Sequence
+from itertools import groupby
 from typing import Protocol
 
 import torch
@@ -105,7 +107,7 @@ class ActionDist(Protocol):
     """Family of action distributions over tensors.
 
     The parameters ``params`` are one tensor [..., P], so that a rollout can store them. ``raw`` is the action before
-    it is clamped or squashed, [..., A] float32 or [...] int64.
+    it is clamped or squashed, [..., A] float32, [...] or [..., K] int64.
     """
 
     size: int  # outputs of the network
@@ -116,7 +118,7 @@ class ActionDist(Protocol):
         ...
 
     def action(self, raw: Tensor) -> Tensor:
-        """Map ``raw`` to the environment's action, [..., A] in [-1, 1] or [...] int64."""
+        """Map ``raw`` to the environment's action: [..., A] in [-1, 1], or the same integers."""
         ...
 
     def mode(self, params: Tensor) -> Tensor:
@@ -203,6 +205,45 @@ class Categorical:
     def kl(self, old: Tensor, new: Tensor) -> Tensor:
         log_p = old.log_softmax(-1)
         return (log_p.exp() * (log_p - new.log_softmax(-1))).sum(-1)
+
+
+class MultiCategorical:
+    """Product of independent categoricals over nvec[0], nvec[1], ... actions.
+
+    Parameters are the logits of all, one after the other, [..., sum(nvec)]; ``raw`` is [..., K] int64. Neighbours with
+    the same number of actions are computed together.
+    """
+
+    def __init__(self, nvec: Sequence[int]):
+        self.size = self.params_size = sum(nvec)
+        self.blocks = [(len([*same]), n) for n, same in groupby(nvec)]  # (k, n): k categoricals over n actions
+        self.one = [Categorical(n) for _, n in self.blocks]
+
+    def sample(self, params: Tensor, gen: Generator) -> Tensor:
+        return torch.cat([one.sample(p, gen) for one, p in zip(self.one, self._split(params), strict=True)], -1)
+
+    def action(self, raw: Tensor) -> Tensor:
+        return raw
+
+    def mode(self, params: Tensor) -> Tensor:
+        return torch.cat([p.argmax(-1) for p in self._split(params)], -1)
+
+    def log_prob(self, params: Tensor, raw: Tensor) -> Tensor:
+        parts = zip(self.one, self._split(params), raw.split([k for k, _ in self.blocks], -1), strict=True)
+        return torch.cat([one.log_prob(p, r) for one, p, r in parts], -1).sum(-1)
+
+    def entropy(self, params: Tensor, gen: Generator) -> Tensor:
+        parts = zip(self.one, self._split(params), strict=True)
+        return torch.cat([one.entropy(p, gen) for one, p in parts], -1).sum(-1)
+
+    def kl(self, old: Tensor, new: Tensor) -> Tensor:
+        parts = zip(self.one, self._split(old), self._split(new), strict=True)
+        return torch.cat([one.kl(p, q) for one, p, q in parts], -1).sum(-1)
+
+    def _split(self, params: Tensor) -> list[Tensor]:
+        """[..., sum(nvec)] -> [..., k, n] for each block."""
+        parts = params.split([k * n for k, n in self.blocks], -1)
+        return [part.unflatten(-1, block) for part, block in zip(parts, self.blocks, strict=True)]
 
 
 def log_tanh_slope(raw: Tensor) -> Tensor:

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pql.contract.env import Box, Discrete, EnvSpec, ObsSpec
+from pql.contract.env import EnvSpec, ObsSpec
+from pql.contract.spec_json import action_of
 from pql.engine import deadlines, interrupt
 from pql.engine.watchdog import touch
 from pql.errors import ConfigError, RunError
@@ -267,15 +268,13 @@ def choose_groups(slots: int, first: int) -> int:
 
 def spec_of(facts: dict[str, Any], num_envs: int, device: torch.device, groups: int) -> EnvSpec:
     """Return the specification of all slots, derived from one actor's."""
-    action, bounds = facts["action"], {}
-    if "n" not in action:
-        bounds = {k: None if action.get(k) is None else tuple(map(float, action[k])) for k in ("low", "high")}
+    ends = {k: [*map(float, v)] for k, v in facts["action"].items() if k in ("low", "high") and v is not None}
     obs = {k: ObsSpec(tuple(shape), getattr(torch, kind), stack) for k, (shape, kind, stack) in facts["obs"].items()}
     return EnvSpec(
         name=facts["name"],
         num_envs=num_envs,
         obs=obs,
-        action=Discrete(action["n"]) if "n" in action else Box(action["size"], **bounds),
+        action=action_of({**facts["action"], **ends}),
         device=device,
         max_episode_steps=facts["max_episode_steps"],
         autoreset=facts["autoreset"],

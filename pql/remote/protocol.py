@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from pql.remote.process.far_build import action_array
+
 VERSION = 1
 MAGIC = b"pqlr"
 HEADER = struct.Struct("<4sHBBQQII")
@@ -171,7 +173,13 @@ def check_facts(facts: Any) -> dict[str, Any]:
         if not isinstance(value, dict):
             return False
         if "n" in value:
-            return is_count(value["n"])
+            return is_count(value["n"]) and is_count(value.get("start", 0), -(2**31))
+        if "nvec" in value:
+            many = value["nvec"]
+            if not (isinstance(many, list) and 0 < len(many) < 2**16 and all(map(is_count, many))):
+                return False
+            starts = value.get("start", many)
+            return isinstance(starts, list) and len(starts) == len(many) and all(is_count(s, -(2**31)) for s in starts)
         size = value.get("size")
         return is_count(size) and all(is_numbers(value.get(k), size) for k in ("low", "high"))
 
@@ -214,9 +222,9 @@ class Layout:
             k: (tuple(shape[1:] if stack > 1 else shape), np.dtype(dtype).newbyteorder("<"))
             for k, (shape, dtype, stack) in facts["obs"].items()
         }
-        size = facts["action"].get("size")
-        self.action_shape: tuple[int, ...] = (self.count,) if size is None else (self.count, size)
-        self.action_type = np.dtype("<i8" if size is None else "<f4")
+        kind, one = action_array(facts["action"])
+        self.action_shape: tuple[int, ...] = (self.count, *one)
+        self.action_type = np.dtype(kind).newbyteorder("<")
         self.row_bytes = sum(math.prod(s) * d.itemsize for s, d in self.obs.values())
         largest = HEADER.size + self.count * (2 * self.row_bytes + 9 + 4 * self.terms) + 4
         if largest > LARGEST:
@@ -290,11 +298,11 @@ class Layout:
         return {k: reader.array(dtype, (rows, *shape)) for k, (shape, dtype) in self.obs.items()}
 
     def pack_action(self, run_id: int, seq: int, action: np.ndarray) -> bytes:
-        """Return an ACT message with ``action`` [K, A] float32 or [K] int64."""
+        """Return an ACT message with ``action`` [K, A] float32, [K] or [K, A] int64."""
         return pack(ACT, run_id, seq, np.ascontiguousarray(action, self.action_type))
 
     def read_action(self, body: memoryview) -> np.ndarray:
-        """Parse the body of an ACT message: [K, A] float32 or [K] int64.
+        """Parse the body of an ACT message: [K, A] float32, [K] or [K, A] int64.
 
         Raises:
             WireError: wrong size.

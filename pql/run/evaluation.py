@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from pql.contract.env import Discrete, EnvSpec, VecEnv, make_ready
+from pql.contract.env import Box, Discrete, EnvSpec, MultiDiscrete, VecEnv, make_ready
 from pql.engine import crash, deadlines, watchdog
 from pql.engine.deadlines import Limit, idle_get, start_limit, step_limit
 from pql.engine.graph import clone_state
@@ -169,7 +169,9 @@ def run_episodes(
 
 
 def random_actions(env: VecEnv, epsilon: float, seed: int) -> Callable[[Tensor], Tensor]:
-    """Return a function that replaces a share ``epsilon`` of discrete actions [N] by uniform ones; identity if it is 0.
+    """Return a function that replaces a share ``epsilon`` of discrete actions [N], or [N, K], by uniform ones.
+
+    The identity if it is 0.
 
     Raises:
         ConfigError: the actions are not discrete.
@@ -177,11 +179,14 @@ def random_actions(env: VecEnv, epsilon: float, seed: int) -> Callable[[Tensor],
     check_acting_epsilon(epsilon, env.spec)
     if epsilon == 0:
         return lambda action: action
-    device, count = env.spec.device, cast(Discrete, env.spec.action).n
+    device, kind = env.spec.device, env.spec.action
     gen = torch.Generator(device).manual_seed(seed)
 
     def explore(action: Tensor) -> Tensor:
-        random = torch.randint(count, action.shape, generator=gen, device=device)
+        if isinstance(kind, MultiDiscrete):
+            chosen = torch.rand(len(action), 1, generator=gen, device=device) < epsilon
+            return torch.where(chosen, kind.random(len(action), gen), action)
+        random = torch.randint(cast(Discrete, kind).n, action.shape, generator=gen, device=device)
         return torch.where(torch.rand(action.shape, generator=gen, device=device) < epsilon, random, action)
 
     return explore
@@ -189,7 +194,7 @@ def random_actions(env: VecEnv, epsilon: float, seed: int) -> Callable[[Tensor],
 
 def check_acting_epsilon(epsilon: float, spec: EnvSpec) -> None:
     """Raise ``ConfigError`` for random actions if actions are continuous."""
-    if epsilon > 0 and not isinstance(spec.action, Discrete):
+    if epsilon > 0 and isinstance(spec.action, Box):
         raise ConfigError("eval.epsilon", epsilon, f"0: the actions of {spec.name} are continuous")
 
 

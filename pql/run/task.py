@@ -35,9 +35,9 @@ def describe_env(config: Config, device: torch.device) -> EnvSpec | None:
     describe = getattr(factory, "describe", None)
     if describe is None:
         return None
-    if groups is None or "groups" in kwargs:
-        return whole_spec(config, describe(num_envs=config.num_envs, device=device, **kwargs), 1)
-    return whole_spec(config, describe(num_envs=config.num_envs // groups, device=device, **kwargs), groups)
+    count = 1 if groups is None or "groups" in kwargs else groups
+    one = describe(num_envs=config.num_envs // count, device=device, **kwargs)
+    return None if one is None else whole_spec(config, one, count)
 
 
 def whole_spec(config: Config, one: EnvSpec, groups: int) -> EnvSpec:

@@ -79,11 +79,17 @@ class SameStep:
         return WrappedRow(obs, step.reward, done, time_out, final, lost, step.log)
 
 
-def clamped(env: VecEnv, action: Tensor) -> Tensor:
-    """Copy ``action`` [N, A] or [N] to the environment's device, with continuous actions clamped to [-1, 1]."""
-    if isinstance(env.spec.action, Box):
+def clamped(env: VecEnv, action: Tensor, from_start: bool = False) -> Tensor:
+    """Copy ``action`` [N, A], [N] or [N, K] to the environment's device, with continuous actions clamped to [-1, 1].
+
+    Args:
+        from_start: discrete actions are the simulator's, from ``spec.action.start`` on; False: from 0 on.
+    """
+    space = env.spec.action
+    if isinstance(space, Box):
         return action.to(env.spec.device, torch.float32).clamp(-1, 1)
-    return action.to(env.spec.device, torch.int64, copy=True)
+    counted = action.to(env.spec.device, torch.int64, copy=True)
+    return counted - torch.tensor(space.start, device=counted.device) if from_start and space.start else counted
 
 
 def to_host(value: Tensor) -> np.ndarray:

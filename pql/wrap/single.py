@@ -64,9 +64,9 @@ class SingleEnv(gymnasium.Env):
         return obs, info
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """Step with ``action`` [A], clamped to [-1, 1], or an integer; the last step returns the final observation."""
+        """Step with ``action`` [A], clamped, or an integer; the last step returns the final observation."""
         batch = np.asarray(action)[None]
-        row = self._rows.step(clamped(self.env, to_device(batch, self.env)))
+        row = self._rows.step(clamped(self.env, to_device(batch, self.env), from_start=True))
         self._begun = done = bool(row.done)
         obs, info = _first(row.final_obs if done else row.obs)
         log = {name: float(value[0]) for name, value in row.log.items()}

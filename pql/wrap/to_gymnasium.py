@@ -9,7 +9,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from torch import Tensor
 
-from pql.contract.env import Box, EnvSpec, ObsSpec, VecEnv
+from pql.contract.env import Box, EnvSpec, MultiDiscrete, ObsSpec, VecEnv
 from pql.contract.optional import PartialReset, supports
 from pql.errors import ConfigError
 from pql.types import Obs, Step
@@ -56,8 +56,8 @@ class GymnasiumEnv(VectorEnv):
         return _host_obs(self._obs), {}
 
     def step(self, actions: Any) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
-        """Step with actions [N, A], clamped to [-1, 1], or [N] integers; return the tuple of ``VectorEnv.step``."""
-        step = self.env.step(clamped(self.env, to_device(actions, self.env)))
+        """Step with actions [N, A], clamped, or [N] integers of the space; return the tuple of ``VectorEnv.step``."""
+        step = self.env.step(clamped(self.env, to_device(actions, self.env), from_start=True))
         time_out, lost, final = ends(step, self._obs)
         self._obs = step.obs
         reward = torch.where(step.valid, step.reward, 0.0)
@@ -111,10 +111,13 @@ def observation_space(spec: EnvSpec) -> Space:
 
 
 def action_space(spec: EnvSpec) -> Space:
-    """Return [-1, 1] in every dimension for a Box, or Discrete."""
+    """Return [-1, 1] in every dimension for a Box, or (Multi)Discrete with the simulator's ``start``."""
     if isinstance(spec.action, Box):
         return spaces.Box(-1.0, 1.0, (spec.action.size,), np.float32)
-    return spaces.Discrete(spec.action.n)
+    if isinstance(spec.action, MultiDiscrete):
+        start = None if spec.action.start is None else np.array(spec.action.start)
+        return spaces.MultiDiscrete(np.array(spec.action.nvec), start=start)
+    return spaces.Discrete(spec.action.n, start=spec.action.start)
 
 
 def _host_obs(obs: Obs) -> Any:

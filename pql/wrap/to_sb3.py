@@ -1,11 +1,12 @@
 """A ``VecEnv`` for Stable-Baselines3. Reached through ``pql.wrap.sb3``."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from stable_baselines3.common.vec_env import VecEnv as SB3VecEnv
 
-from pql.contract.env import VecEnv
+from pql.contract.env import Discrete, MultiDiscrete, VecEnv
 from pql.errors import ConfigError
 from pql.wrap.rows import SameStep, to_device, to_host
 from pql.wrap.to_gymnasium import action_space, box
@@ -22,6 +23,11 @@ class SB3Env(SB3VecEnv):
     def __init__(self, env: VecEnv):
         self.env, self._rows = env, SameStep(env)
         spec = env.spec
+        match spec.action:  # its algorithms count from 0, whatever the start of the space
+            case Discrete(n=n):
+                spec = replace(spec, action=Discrete(n))
+            case MultiDiscrete(nvec=nvec):
+                spec = replace(spec, action=MultiDiscrete(nvec))
         super().__init__(spec.num_envs, box(spec.obs["policy"]), action_space(spec))
 
     def reset(self) -> np.ndarray:

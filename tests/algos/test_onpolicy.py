@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import pql
 from pql.cli.main import main
 from pql.config.compose import compose
 from pql.config.layers import Presets
+from pql.contract.env import MultiDiscrete
 from pql.engine.executors import Inline
 from pql.envs.toy import Counter
 from pql.errors import ConfigError
@@ -110,6 +112,71 @@ def test_a_run_writes_what_every_run_writes(tmp_path):
     assert manifest(tmp_path / "checkpoints" / "last")["spec"]["action"] == {"discrete": 2}
     action = load_policy(tmp_path)(torch.zeros(3, 4))
     assert (action.shape, action.dtype) == ((3,), torch.int64)
+
+
+class Combination(Counter):
+    """The counter, which shows its step alone, paid for each of two numbers that is right: 2 of 3, and 1 of 2."""
+
+    @classmethod
+    def describe(cls, *args, **kwargs):
+        return replace(super().describe(*args, **kwargs), action=MultiDiscrete((3, 2), (-1, 4)))
+
+    def step(self, action):
+        assert (action.shape, action.dtype) == ((self.spec.num_envs, 2), torch.int64)
+        right, step = (action == torch.tensor([2, 1])).float().sum(1), super().step(action)
+        return step._replace(reward=right, obs=self._shown(step.obs), final_obs=self._shown(step.final_obs))
+
+    def reset(self, seed=None):
+        return self._shown(super().reset(seed))
+
+    def reset_where(self, mask):
+        return self._shown(super().reset_where(mask))
+
+    def _shown(self, obs):
+        return {"policy": obs["policy"] * torch.tensor([0.0, 1.0])}
+
+
+SEVERAL = ("task=env", f"task.name={__name__}:Combination", "seed=1", "algo.policy.lr=1e-2")
+
+
+@pytest.mark.parametrize("algo", ["ppo", "a2c", "impala", "appo"])
+def test_several_discrete_actions_at_once_are_learned(tmp_path, algo):
+    one = [w for w in words(tmp_path, *SEVERAL) if algo == "ppo" or ("minibatches" not in w and "epochs" not in w)]
+    one = [f"algo={algo}" if w == "algo=ppo" else w for w in one if algo == "ppo" or "horizon" not in w]
+    run(*one, "budget.env_steps=8000")
+    about = manifest(tmp_path / "checkpoints" / "last")["spec"]
+    assert (about["action"], about["action_start"]) == ({"multi_discrete": [3, 2]}, [-1, 4])
+    for epsilon, a_step in ((0.0, 2), (1.0, 1 / 3 + 1 / 2)):  # the policy, and chance
+        found = pql.evaluate(tmp_path, episodes=64, num_envs=64, epsilon=epsilon, trust=True)
+        assert found["return_mean"] / found["length_mean"] == pytest.approx(a_step, abs=0.2)
+
+
+def test_several_discrete_actions_resume_bit_for_bit_and_leave_with_their_start(tmp_path):
+    pytest.importorskip("onnxruntime")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    steps = [16 * (8 + 4 * n) for n in (5, 10)]
+    run(*words(whole, *SEVERAL, f"budget.env_steps={steps[1]}"))
+    run(*words(parts, *SEVERAL, f"budget.env_steps={steps[0]}"))
+    pql.resume(parts, f"budget.env_steps={steps[1]}", quiet=True, trust=True)
+    assert differences(checkpoint.load(points(whole)[-1])[0], checkpoint.load(points(parts)[-1])[0]) == []
+    live, obs = load_policy(parts, trust=True), torch.randn(9, 2)
+    for scale, first in ((True, [-1, 4]), (False, [0, 0])):
+        forms = ("pt2", "onnx") if scale else ("pt2",)
+        pql.export_policy(parts, out=tmp_path / f"{scale}", formats=forms, scale=scale, trust=True)
+        for form in forms:
+            policy = load_policy(tmp_path / f"{scale}" / f"policy.{form}")
+            assert policy.spec.action == MultiDiscrete((3, 2), (-1, 4))
+            assert torch.equal(policy(obs), live(obs))
+            raw = policy._function([obs])[0]
+            assert torch.equal(raw, live(obs) + torch.tensor(first))
+            action = {"kind": "multi_discrete", "size": 2, "nvec": [3, 2], "start": [-1, 4], "scaled": scale}
+            assert policy.metadata["action"] == action
+
+
+@pytest.mark.parametrize("algo", ["dqn", "r2d2", "pqn", "sac", "pql", "reppo"])
+def test_other_algorithms_name_those_for_several_actions(tmp_path, algo):
+    with pytest.raises(ConfigError, match=r"this one has MultiDiscrete.*: for that, algo=ppo, a2c, appo, impala"):
+        run(f"algo={algo}", "device=cpu", "num_envs=4", *SEVERAL[:3], f"run_dir={tmp_path}")
 
 
 def test_the_command_line_trains_and_evaluates(tmp_path, capsys):

@@ -22,6 +22,7 @@ NAMES = {
     "Config",
     "ConfigError",
     "Discrete",
+    "MultiDiscrete",
     "EnvSpec",
     "ObsSpec",
     "RunError",
@@ -154,11 +155,10 @@ def test_other_settings_are_refused(setting, message):
 # -- objects --------------------------------------------------------------------------------------------------------
 
 
-def test_an_environment_of_gymnasium_is_refused_with_what_to_do():
+def test_a_single_environment_of_gymnasium_is_refused_with_what_to_do():
     gymnasium = pytest.importorskip("gymnasium")
-    for env in (gymnasium.make_vec("Pendulum-v1", 2, vectorization_mode="sync"), gymnasium.make("Pendulum-v1")):
-        with pytest.raises(ConfigError, match=r"gymnasium's: 'task=gymnasium', 'task\.id=Pendulum-v1'"):
-            pql.train(env=env)
+    with pytest.raises(ConfigError, match=r"gymnasium's: 'task=gymnasium', 'task\.id=Pendulum-v1'"):
+        pql.train(env=gymnasium.make("Pendulum-v1"))
     with pytest.raises(ConfigError, match=r"env=object: expected a pql\.VecEnv: a spec \(pql\.EnvSpec\), reset, step"):
         pql.train(env=object())
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pql.contract.conformance import check_env
-from pql.contract.env import Discrete, make_env
+from pql.contract.env import Discrete, MultiDiscrete, make_env
 from pql.contract.grouped import Grouped
 from pql.contract.last_action import Feedback, feedback_spec
 from pql.envs.classic import Cartpole
@@ -21,6 +21,23 @@ class Choices(Counter):
     @classmethod
     def describe(cls, *args, **kwargs):
         return replace(super().describe(*args, **kwargs), action=Discrete(4))
+
+
+class Pairs(Counter):
+    """The counter with two discrete actions at once."""
+
+    @classmethod
+    def describe(cls, *args, **kwargs):
+        return replace(super().describe(*args, **kwargs), action=MultiDiscrete((3, 2)))
+
+
+def test_several_actions_at_once_are_one_hot_each():
+    env = Feedback(Pairs(3, "cpu"))
+    assert check_env(env, 60, described=feedback_spec(Pairs.describe(3, "cpu"))).ok
+    env.reset(0)
+    step = env.step(torch.tensor([[0, 1], [2, 0], [1, 1]]))
+    assert step.final_obs["last"][:, :5].tolist() == [[1, 0, 0, 0, 1], [0, 0, 1, 1, 0], [0, 1, 0, 0, 1]]
+    assert torch.equal(step.final_obs["last"][:, 5], step.reward)
 
 
 MODES = [

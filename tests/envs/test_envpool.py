@@ -74,3 +74,11 @@ def test_football_conforms():
     assert {r.name for r in report.results if r.ok} >= {"time_limit", "filler", "determinism"}
     assert env.spec.obs["policy"] == ObsSpec((72, 96, 4), torch.uint8)
     assert env.spec.action == Discrete(19)
+
+
+def test_neighbouring_seeds_share_no_environment():
+    """EnvPool seeds environment i with seed + i, so that all but one would be the same."""
+    env = make("Pendulum-v1")
+    starts = {tuple(row) for seed in range(3) for row in env.reset(seed)["policy"].tolist()}
+    env.close()
+    assert len(starts) == 12

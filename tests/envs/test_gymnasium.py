@@ -1,5 +1,7 @@
 """The gymnasium adapter on a deterministic environment in which every off-by-one error shows."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -7,11 +9,22 @@ import torch
 gymnasium = pytest.importorskip("gymnasium")
 
 from gymnasium import spaces  # noqa: E402
+from gymnasium.vector import AutoresetMode  # noqa: E402
+from gymnasium.vector.utils import batch_space  # noqa: E402
 
+import pql  # noqa: E402
+from pql.config.compose import compose  # noqa: E402
+from pql.config.trust import check_task  # noqa: E402
 from pql.contract.conformance import check_env  # noqa: E402
-from pql.contract.env import Box, Discrete, ObsSpec, make_env  # noqa: E402
+from pql.contract.env import Box, Discrete, MultiDiscrete, ObsSpec, adapted, make_env  # noqa: E402
+from pql.contract.optional import PartialReset, supports  # noqa: E402
 from pql.envs.adapters.gymnasium import GymnasiumVec  # noqa: E402
+from pql.envs.adapters.gymnasium_host import copy_seeds, simulator_action  # noqa: E402
 from pql.errors import ConfigError  # noqa: E402
+from pql.remote.actor.gymnasium import GymnasiumSim  # noqa: E402
+from pql.remote.env import spec_of  # noqa: E402
+from pql.remote.process.far_build import describe_simulator  # noqa: E402
+from pql.remote.protocol import Layout, WireError, check_facts, unpack  # noqa: E402
 
 
 class Probe(gymnasium.Env):
@@ -86,7 +99,7 @@ def test_both_autoreset_modes_tell_the_same_story(vectorization):
         # (episode, last step, terminated, truncated): both flags at step 5 of episode 2, where terminated wins
         assert ends[:3] == [(0, 3, True, False), (1, 4, True, False), (2, 5, True, False)]
         assert ends[3] == (3, 5, False, True)
-        assert all(row[4][0] == 10 + i for row in a)  # copy i is seeded with seed + i
+        assert all(row[4][0] == np.float32(copy_seeds(10, 2)[i]) for row in a)
         assert all(row[4][1] == row[0][1] for row in a)  # the final observation is the episode's own
 
 
@@ -171,7 +184,233 @@ def test_discrete_actions_begin_where_the_space_begins():
     assert env.spec.action == Discrete(2)
     assert check_env(env, 60).ok
     env = GymnasiumVec(2, id="PqlOther-v0", kwargs={"action": spaces.Discrete(3, start=-1)})
-    assert env._rescale(torch.tensor([0, 2])).tolist() == [-1, 1]
+    assert env.spec.action == Discrete(3, start=-1)
+    assert simulator_action(env._space, np.array([0, 2])).tolist() == [-1, 1]
+    sim = GymnasiumSim(2, id="PqlOther-v0", kwargs={"action": spaces.Discrete(3, start=-1)})
+    facts = check_facts(describe_simulator(sim.spec))  # as a remote actor sends them
+    assert spec_of(facts, 2, torch.device("cpu"), 1).action == Discrete(3, start=-1)
+
+
+@pytest.mark.parametrize(
+    ("space", "spec", "given", "taken"),
+    [
+        (spaces.MultiDiscrete([3, 2], start=[-1, 4]), MultiDiscrete((3, 2), (-1, 4)), [[2, 0]], [[1, 4]]),
+        (spaces.MultiDiscrete([[3, 2], [4, 5]]), MultiDiscrete((3, 2, 4, 5)), [[0, 1, 2, 3]], [[[0, 1], [2, 3]]]),
+        (spaces.MultiBinary((3, 1)), MultiDiscrete((2, 2, 2)), [[1, 0, 1]], [[[1], [0], [1]]]),
+    ],
+)
+def test_several_discrete_actions_have_the_shape_and_the_start_of_their_space(space, spec, given, taken):
+    env = GymnasiumVec(1, id="PqlOther-v0", kwargs={"action": space, "max_episode_steps": 4})
+    assert env.spec.action == spec
+    action = simulator_action(space, np.array(given))
+    assert action.tolist() == taken
+    assert space.contains(action[0])
+    assert check_env(env, 20).failed in ([], ["determinism"])  # its observations are drawn from the space
+    sim = GymnasiumSim(1, id="PqlOther-v0", kwargs={"action": space})
+    facts = check_facts(json.loads(json.dumps(describe_simulator(sim.spec))))
+    assert spec_of(facts, 1, torch.device("cpu"), 1).action == spec
+    layout, sent = Layout(facts), np.array(given)
+    assert np.array_equal(layout.read_action(unpack(layout.pack_action(1, 1, sent)).body), sent)
+    for wrong in ({"nvec": []}, {"nvec": [2, 0]}, {"nvec": 3}, {"nvec": [2], "start": [0, 0]}):
+        with pytest.raises(WireError, match="action is missing or wrong"):
+            check_facts(facts | {"action": wrong})
+
+
+def test_neighbouring_seeds_share_no_copy():
+    """With seed + i, the copies 1 ... N - 1 of a seed would be those of its neighbour."""
+    for make in (GymnasiumVec, GymnasiumSim):
+        env = make(16, id="PqlProbe-v0")
+        shown = [set(np.asarray(env.reset(seed)["policy"])[:, 0].tolist()) for seed in range(5)]
+        assert len(set.union(*shown)) == 80
+        assert shown[3] == set(np.asarray(env.reset(3)["policy"])[:, 0].tolist())
+        env.close()
+
+
+# -- vector environments of the user ---------------------------------------------------------------------------------
+
+
+class Many(gymnasium.vector.VectorEnv):
+    """obs = [seed, episode, step] of copies whose episodes last 3, 4, 5, ... rows; they end by a failure, or by a limit
+    in every third one. Its arrays are reused."""
+
+    def __init__(self, num_envs, mode=AutoresetMode.NEXT_STEP, max_episode_steps=None, final=True):
+        self.num_envs, self.metadata, self.final = num_envs, {"autoreset_mode": mode}, final
+        self.single_observation_space = spaces.Box(-np.inf, np.inf, (3,), np.float64)
+        self.single_action_space = spaces.Box(0.0, 4.0, (1,))
+        self.observation_space, self.action_space = (
+            batch_space(s, num_envs) for s in (self.single_observation_space, self.single_action_space)
+        )
+        self.obs, self.ended = np.zeros((num_envs, 3)), np.zeros(num_envs, bool)
+
+    def reset(self, *, seed=None, options=None):
+        self.obs[:, 0] = seed + np.arange(self.num_envs) if seed is not None else self.obs[:, 0]
+        self.obs[:, 1:], self.ended[:] = 0, False
+        return self.obs, {}
+
+    def step(self, action):
+        same, filler = self.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP, self.ended.copy()
+        self.obs[filler] += (0, 1, 0)
+        self.obs[filler, 2] = 0
+        self.obs[~filler, 2] += 1
+        over = ~filler & (self.obs[:, 2] >= 3 + self.obs[:, 1] % 3 + np.arange(self.num_envs) % 2)
+        limit = over & (self.obs[:, 1] % 3 == 2)
+        reward, info = np.where(filler, 0.0, self.obs[:, 2] + action[:, 0]), {}
+        self.ended = over & (not same)
+        if same and over.any():
+            if self.final:
+                info = {"final_obs": self.obs.copy(), "_final_obs": over}
+            self.obs[over] += (0, 1, 0)
+            self.obs[over, 2] = 0
+        return self.obs, reward, over & ~limit, limit, info
+
+
+gymnasium.register("PqlMany-v0", vector_entry_point=Many, max_episode_steps=9)
+
+
+def story(env, steps=40):
+    """The valid rows of each copy. Actions follow from the observation."""
+    obs = env.reset(4)["policy"]
+    rows = [[] for _ in range(env.spec.num_envs)]
+    for _ in range(steps):
+        step = env.step(obs[:, 2:] / 9)
+        for i in np.flatnonzero(step.valid):
+            row = (obs[i], step.reward[i], step.terminated[i], step.truncated[i], step.final_obs["policy"][i])
+            rows[i].append([f.tolist() for f in row])
+        obs = step.obs["policy"]
+    return rows
+
+
+def test_the_vector_environment_of_an_id_conforms_in_both_modes():
+    nexts, sames = (
+        make_env("gymnasium", 3, **many(kwargs={"mode": mode}))
+        for mode in (AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP)
+    )
+    assert (nexts.spec.autoreset, sames.spec.autoreset) == ("next_step", "same_step")
+    assert nexts.spec.max_episode_steps == 9
+    assert nexts.spec.action == Box(1, (0.0,), (4.0,))
+    assert not supports(nexts, PartialReset)  # its reset may know no mask
+    for env in (nexts, sames):
+        assert check_env(env, 60).ok, check_env(env, 60)
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+def test_a_vector_environment_is_taken_as_an_object(mode, tmp_path):
+    assert check_env(Many(3, mode), 60).ok
+    ours = adapted(Many(3, mode))
+    rows, other_rows = story(ours), story(adapted(Many(3)))
+    for a, b in zip(rows, other_rows, strict=True):
+        ends = [(row[0][1], row[4][2], row[2], row[3]) for row in a if row[2] or row[3]]
+        assert [end[2:] for end in ends[:3]] == [(True, False), (True, False), (False, True)]
+        assert all(row[4][1] == row[0][1] for row in a)  # the final observation is the episode's own
+        count = min(len(a), len(b))
+        assert count >= 30
+        assert a[:count] == b[:count]
+    summary = pql.train(
+        "algo=ppo", "scale=cpu", "budget.env_steps=200", "eval.final=false", f"run_dir={tmp_path}/run",
+        env=Many(4, mode), quiet=True,
+    )  # fmt: skip
+    assert summary.env_steps >= 200
+    remote = GymnasiumSim(3, id="PqlMany-v0", vectorization="vector_entry_point", kwargs={"mode": mode})
+    assert remote.spec.autoreset == ours.spec.autoreset
+    assert np.array_equal(remote.reset(4)["policy"].astype(np.float32), ours.reset(4)["policy"].numpy())
+
+
+def test_lost_final_observations_of_a_vector_environment_are_named():
+    env = adapted(Many(2, AutoresetMode.SAME_STEP, final=False))
+    env.reset(0)
+    env.step(torch.zeros(2, 1)), env.step(torch.zeros(2, 1))
+    with pytest.raises(ConfigError, match=r"^autoreset=same_step: expected infos\['final_obs'\]"):
+        env.step(torch.zeros(2, 1))
+    with pytest.raises(ConfigError, match=r"^env=Many: .*not DISABLED"):
+        adapted(Many(2, AutoresetMode.DISABLED))
+
+
+def test_gymnasiums_own_vector_classes_keep_partial_resets_as_objects():
+    env = adapted(gymnasium.make_vec("PqlProbe-v0", 3, "sync"))
+    assert env.spec.max_episode_steps == 6
+    env.reset(1)
+    env.step(torch.zeros(3, 2))
+    assert env.reset_where(torch.tensor([True, False, True]))["policy"][:, 2].tolist() == [0, 1, 0]
+
+
+# -- wrappers ---------------------------------------------------------------------------------------------------------
+
+
+class Goal(gymnasium.Env):
+    """Reach a goal on a line, as gymnasium-robotics has it: a Dict of three boxes."""
+
+    observation_space = spaces.Dict(
+        {k: spaces.Box(-9, 9, (n,)) for k, n in (("observation", 3), ("achieved_goal", 1), ("desired_goal", 1))}
+    )
+    action_space = spaces.Box(-1, 1, (1,))
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.place, self.goal = 0.0, float(self.np_random.uniform(1, 2))
+        return self.seen(), {}
+
+    def seen(self):
+        shown = {"observation": [self.place] * 3, "achieved_goal": [self.place], "desired_goal": [self.goal]}
+        return {k: np.array(v, np.float32) for k, v in shown.items()}
+
+    def step(self, action):
+        self.place += float(action[0])
+        return self.seen(), -abs(self.place - self.goal), False, False, {}
+
+
+class Twice(gymnasium.ObservationWrapper):
+    """Multiplies observations."""
+
+    def __init__(self, env, factor=2):
+        super().__init__(env)
+        self.factor = factor
+
+    def observation(self, observation):
+        return self.factor * observation
+
+
+gymnasium.register("PqlGoal-v0", Goal, max_episode_steps=5)
+
+
+@pytest.mark.parametrize("autoreset", ["same_step", "next_step"])
+def test_wrappers_are_applied_from_the_inside_out(autoreset):
+    own = {"name": f"{__name__}:Twice", "factor": 3}
+    env = make_env("gymnasium", 2, id="PqlGoal-v0", wrappers=["FlattenObservation", own], autoreset=autoreset)
+    assert env.spec.obs == {"policy": ObsSpec((5,))}
+    goal = env.reset(0)["policy"][:, 1]  # sorted by name: achieved, desired, observation
+    step = env.step(torch.full((2, 1), 0.5))
+    assert step.obs["policy"].tolist() == [[1.5, g, 1.5, 1.5, 1.5] for g in goal.tolist()]
+    for _ in range(4):
+        step = env.step(torch.full((2, 1), 0.5))
+    assert step.truncated.all()
+    assert step.final_obs["policy"][:, 0].tolist() == [7.5, 7.5]
+    sim = GymnasiumSim(2, id="PqlGoal-v0", wrappers=["FlattenObservation", own])
+    assert np.allclose(sim.reset(0)["policy"][:, 1], goal)
+
+
+def test_wrappers_make_arrays_of_discrete_observations_and_set_the_limit():
+    limit = {"name": "TimeLimit", "max_episode_steps": 3}
+    env = GymnasiumVec(2, **other(obs=spaces.Discrete(4)), wrappers=["FlattenObservation", limit])
+    assert (env.spec.obs, env.spec.max_episode_steps) == ({"policy": ObsSpec((4,))}, 3)
+    assert env.reset(0)["policy"].sum(1).tolist() == [1, 1]
+    env = GymnasiumVec(2, id="PqlMany-v0", vectorization="vector_entry_point", wrappers=[f"{__name__}:Bare"])
+    assert isinstance(env._envs, Bare)
+
+
+class Bare(gymnasium.vector.VectorWrapper):
+    """Does nothing."""
+
+
+def test_a_wrapper_of_a_foreign_run_needs_trust():
+    words = ["task=gymnasium", "task.id=Pendulum-v1"]
+    check_task(compose([*words, "task.kwargs.wrappers=[FlattenObservation,{name:TimeLimit,max_episode_steps:5}]"]), "x")
+    for own in ("[mine:Wrap]", "[{name:'mine:Wrap'}]"):
+        with pytest.raises(ConfigError, match=r"^task.kwargs.wrappers.*=mine:Wrap: .*--trust"):
+            check_task(compose([*words, f"task.kwargs.wrappers={own}"]), "x")
+
+
+def many(**kwargs):
+    return {"id": "PqlMany-v0", "vectorization": "vector_entry_point", **kwargs}
 
 
 def other(**kwargs):
@@ -179,17 +418,29 @@ def other(**kwargs):
 
 
 REFUSED = [
-    (other(action=spaces.MultiDiscrete([2, 3])), r"^action_space=MultiDiscrete.* or Discrete$"),
+    (other(action=spaces.Tuple([spaces.Discrete(2)])), r"^action_space=Tuple.* MultiDiscrete or MultiBinary; task"),
     (other(action=spaces.Box(-np.inf, 1, (2,))), r"^action_space=Box\(-inf, 1"),
     (other(action=spaces.Box(0, 3, (2,), np.int64)), r"^action_space=Box\(0, 3, \(2,\), int64"),
-    (other(obs=spaces.Discrete(4)), r"^observation_space=Discrete\(4\)"),
-    (other(obs=spaces.Box(0, 9, (2,), np.int32)), r"^observation_space=Box\(0, 9, \(2,\), int32"),
+    (other(obs=spaces.Discrete(4)), r"^observation_space=Discrete\(4\).* task.kwargs.wrappers=\[FlattenObservation\]"),
+    (other(obs=spaces.Tuple([spaces.Box(0, 9, (2,))])), r"^observation_space=Tuple.*wrappers=\[FlattenObservation\]"),
     (other(obs=spaces.Dict({"state": spaces.Box(0, 1, (2,))})), r"^observation_space=Dict\('state'.*'policy'"),
     (other(colour="red"), r"^kwargs=.*colour"),
     ({"id": "Pendulm-v1"}, r"^id=Pendulm-v1: .*did you mean Pendulum-v1\?"),
     ({"id": "Pendulum-v99"}, r"^id=Pendulum-v99: .*Pendulum-v1"),
     ({"autoreset": "disabled"}, r"^autoreset=disabled: expected next_step or same_step"),
-    ({"vectorization": "ray"}, r"^vectorization=ray: expected sync or async"),
+    ({"vectorization": "ray"}, r"^vectorization=ray: expected sync or async or vector_entry_point"),
+    ({"id": "PqlMany-v0"}, r"^vectorization=sync: expected vector_entry_point: PqlMany-v0 has no entry_point$"),
+    (many(id="Pendulum-v1"), r"^vectorization=vector_entry_point: expected sync or async: Pendulum-v1 has no vector_e"),
+    (many(kwargs={"mode": None}), r"^vectorization=PqlMany-v0: .*autoreset_mode.* SAME_STEP, not none$"),
+    (many(kwargs={"mode": AutoresetMode.DISABLED}), r"^vectorization=PqlMany-v0: .* SAME_STEP, not DISABLED$"),
+    (many(autoreset="same_step"), r"^autoreset=same_step: expected null or next_step, as PqlMany-v0 has"),
+    (many(kwargs={"colour": "red"}), r"^kwargs=.*colour"),
+    ({"wrappers": ["FlatenObservation"]}, r"^wrappers=FlatenObservation: .*did you mean FlattenObservation\?"),
+    ({"wrappers": ["RecordVideo"]}, r"^wrappers=RecordVideo: expected module:attribute, or one of "),
+    ({"wrappers": ["no_such_module:Wrap"]}, r"^wrappers=no_such_module:Wrap: .*No module named"),
+    ({"wrappers": "FlattenObservation"}, r"^wrappers=FlattenObservation: expected a list of names"),
+    ({"wrappers": [{"stack_size": 4}]}, r"^wrappers=.*stack_size.*: expected a list of names, or of mappings"),
+    ({"wrappers": [{"name": "TimeLimit", "steps": 4}]}, r"^wrappers=TimeLimit: expected a wrapper that takes.*steps"),
     ({"num_envs": 0}, r"^num_envs=0"),
     ({"autorest": "same_step"}, r"^autorest=same_step: .*did you mean autoreset\?"),
 ]

@@ -10,7 +10,7 @@ from oracles import c51_projection, chi_square_fits, tanh_gaussian_log_prob
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pql.nets import distributions as dist
-from pql.nets.distributions import Categorical, DiagGaussian, lower_mean, project, squashed_gaussian
+from pql.nets.distributions import Categorical, DiagGaussian, MultiCategorical, lower_mean, project, squashed_gaussian
 
 QUICK = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 
@@ -230,6 +230,23 @@ def test_the_categorical_is_torchs():
     assert torch.equal(dist.mode(params), params.argmax(-1))
 
 
+@pytest.mark.parametrize("nvec", [(3, 2), (2, 2, 2), (4, 4, 1, 3)])
+def test_the_product_of_categoricals_is_torchs(nvec):
+    gen, dist = torch.Generator().manual_seed(1), MultiCategorical(nvec)
+    params, other = (torch.randn(5, 6, sum(nvec), generator=gen, dtype=torch.float64) for _ in range(2))
+    raw = torch.stack([torch.randint(n, (5, 6), generator=gen) for n in nvec], -1)
+    one, two = (
+        [torch.distributions.Categorical(logits=part) for part in p.split(list(nvec), -1)] for p in (params, other)
+    )
+    log_prob = sum(c.log_prob(r) for c, r in zip(one, raw.unbind(-1), strict=True))
+    torch.testing.assert_close(dist.log_prob(params, raw), log_prob)
+    torch.testing.assert_close(dist.entropy(params, gen), sum(c.entropy() for c in one))
+    kl = sum(torch.distributions.kl_divergence(p, q) for p, q in zip(one, two, strict=True))
+    torch.testing.assert_close(dist.kl(params, other), kl)
+    assert torch.equal(dist.mode(params), torch.stack([c.logits.argmax(-1) for c in one], -1))
+    assert dist.sample(params, gen).shape == (5, 6, len(nvec))
+
+
 def test_samples_follow_the_parameters():
     gen, count = torch.Generator().manual_seed(2), 100_000
     raw = DiagGaussian(1).sample(torch.tensor([[0.4, -0.7]]).expand(count, 2), gen)
@@ -240,6 +257,11 @@ def test_samples_follow_the_parameters():
     drawn = Categorical(3).sample(logits.expand(count, 3), gen)
     expected = (logits.softmax(0) * count).tolist()
     assert chi_square_fits(torch.bincount(drawn, minlength=3).tolist(), expected)
+    both = torch.tensor([0.0, 1.0, -2.0, 0.5, -0.5, 1.0, 0.0])  # of 3, 2 and 2 actions
+    one, two, three = MultiCategorical((3, 2, 2)).sample(both.expand(count, 7), gen).unbind(-1)
+    joint = both[:3].softmax(0).view(3, 1, 1) * both[3:5].softmax(0).view(2, 1) * both[5:].softmax(0)  # independent
+    drawn = torch.bincount(4 * one + 2 * two + three, minlength=12)
+    assert chi_square_fits(drawn.tolist(), (joint.flatten() * count).tolist())
 
 
 def test_the_squashed_gaussians_entropy_is_that_of_its_density():

@@ -38,6 +38,7 @@ EXECUTORS = {  # (page, a text that only this block of the page has): the test t
     ("docs/results/pql2-cpu.md", "linear_error"): HERE,
     ("docs/sampling.md", "Grouped"): HERE,
     ("docs/simulators.md", "flight_recorder"): HERE,
+    ("docs/simulators.md", "make_vec"): HERE,
     ("docs/simulators.md", "class Reach"): "tests/remote/test_process.py",
     ("docs/start/own-simulator.md", "class Drift"): "tests/project/test_readme.py",
     ("docs/wrappers.md", "pql.wrap.rsl_rl("): "tests/wrap/test_wrap.py",
@@ -143,6 +144,13 @@ def test_the_replay_of_a_failure(capsys):
     *before, last = [{*re.findall("True|False", text)} for text in capsys.readouterr().out.split("tensor(")[1:]]
     assert before == [{"True"}] * 3
     assert last == {"False"}
+
+
+def test_a_vector_environment_of_gymnasium():
+    pytest.importorskip("gymnasium")
+    small = '"budget.env_steps=256", "budget.seconds=null", "device=cpu", "algo.horizon=8", quiet=True'
+    exec(block("docs/simulators.md", "make_vec", ('"budget.seconds=30"', small)), {"__name__": "example"})
+    assert [*Path("runs").glob("*/summary.json")] != []
 
 
 def test_an_environment_of_gymnasiums_registry():

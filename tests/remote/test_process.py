@@ -22,7 +22,7 @@ from pql.cli.main import main
 from pql.collect.env_slice import named_step
 from pql.config.compose import compose
 from pql.contract.conformance import check_env
-from pql.contract.env import Box, Discrete, EnvSpec, ObsSpec, VecEnv, make_env
+from pql.contract.env import Box, Discrete, EnvSpec, MultiDiscrete, ObsSpec, VecEnv, make_env
 from pql.contract.grouped import Grouped
 from pql.envs.toy import Counter
 from pql.errors import ConfigError, RunError
@@ -80,7 +80,7 @@ def gone(pid, within=5.0):
 # -- the contract -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("discrete", [False, True])
+@pytest.mark.parametrize("discrete", [False, True, "two"])
 def test_a_simulator_in_another_python_conforms(walk, discrete):
     env = walk(discrete=discrete)
     report = check_env(env, 40)
@@ -93,7 +93,8 @@ def test_a_simulator_in_another_python_conforms(walk, discrete):
     assert env.spec.info["python"] in ("3.8", ".".join(map(str, sys.version_info[:2])))
     assert env.spec.info["torch"] is False
     assert env.spec.info["arguments"] == 0  # simulators that read them would stumble over ours
-    assert env.spec.action == (Discrete(4) if discrete else Box.within(2, 2.0))
+    two = MultiDiscrete((4, 3), (0, 1))
+    assert env.spec.action == {False: Box.within(2, 2.0), True: Discrete(4, start=-1), "two": two}[discrete]
     assert discrete or env.spec.action_reach == (4.0, 0.5)
     assert {k: (s.shape, s.dtype) for k, s in env.spec.obs.items()} == {
         "policy": ((2,), torch.float32),
@@ -265,12 +266,12 @@ def test_the_plain_records_are_the_librarys(python):
         "import pql.envs.adapters.isaacgym, pql.envs.adapters.dmlab, pql.remote.process.shared_cuda\n"
         "from pql.contract import plain\n"
         "print(json.dumps({n: [getattr(plain, n)._fields, {k: str(v) for k, v in getattr(plain, n)._field_defaults"
-        ".items()}] for n in ('ObsSpec', 'Box', 'Discrete', 'EnvSpec', 'Step')}))"
+        ".items()}] for n in ('ObsSpec', 'Box', 'Discrete', 'MultiDiscrete', 'EnvSpec', 'Step')}))"
     )
     asked = [python, "-c", script, str(Path(far.__file__).parent), str(Path(pql.__file__).parent)]
     found = json.loads(subprocess.run(asked, check=True, capture_output=True, text=True, timeout=60).stdout)
     assert found.pop("Step")[0] == list(Step._fields)
-    for record in (ObsSpec, Box, Discrete, EnvSpec):
+    for record in (ObsSpec, Box, Discrete, MultiDiscrete, EnvSpec):
         fields = dataclasses.fields(record)
         names, defaults = found.pop(record.__name__)
         assert names == [f.name for f in fields]

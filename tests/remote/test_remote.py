@@ -118,6 +118,8 @@ def test_frames_that_are_wrong_are_refused_in_words():
             wire.check_facts(spec)
     facts = describe_simulator(make_sim("counter", 5, {}).spec)
     wire.check_facts(facts | {"info": {"action_reach": [2.0] * facts["action"]["size"]}})
+    with pytest.raises(wire.WireError, match="action is missing or wrong"):
+        wire.check_facts(facts | {"action": {"n": 3, "start": 0.5}})
     with pytest.raises(wire.WireError, match="action is missing or wrong"):  # no float holds it
         wire.check_facts(facts | {"action": {"size": 1, "low": [-(10**400)], "high": [1]}})
     group, nan = [[1], "float32", 1], float("nan")

@@ -26,6 +26,7 @@ from pql.run.evaluation import EvaluationPlan, evaluate_saved
 from pql.run.export import writer as export
 from pql.run.export.writer import Deployed, difference, export_policy, random_inputs, unit_map, write_export
 from pql.run.policy import Policy, open_stored
+from pql.run.store.manifest import check_export
 
 ort = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
@@ -240,8 +241,8 @@ def remembering() -> Policy:
     return Policy(Remembering(), norm, spec)
 
 
-def metadata_of(policy: Policy) -> dict:
-    return export.export_metadata(policy, {"config": to_dict(Config())}, Path("a/b/c"), scale=True)
+def metadata_of(policy: Policy, scale: bool = True) -> dict:
+    return export.export_metadata(policy, {"config": to_dict(Config())}, Path("a/b/c"), scale=scale)
 
 
 def test_recurrent_policy_carries_its_state_from_step_to_step(remembering: Policy, tmp_path: Path) -> None:
@@ -305,12 +306,59 @@ class Choosing(nn.Module):
         return (action + self.shift) % 3 if torch.compiler.is_exporting() else action
 
 
-def test_discrete_actions_leave_as_whole_numbers(tmp_path: Path) -> None:
+def choosing(space: Discrete) -> Policy:
     torch.manual_seed(1)
     obs = {"policy": ObsSpec((2,))}
-    policy = Policy(Choosing(), Normalizer(obs, 1, CPU), EnvSpec("made up", 1, obs, Discrete(3), CPU))
+    return Policy(Choosing(), Normalizer(obs, 1, CPU), EnvSpec("made up", 1, obs, space, CPU))
+
+
+@pytest.mark.parametrize("scale", [True, False])
+def test_discrete_actions_leave_from_the_simulators_start(tmp_path: Path, scale: bool) -> None:
+    policy = choosing(Discrete(3, start=-4))
+    metadata = metadata_of(policy, scale)
+    assert metadata["action"] == {"kind": "discrete", "size": 3, "start": -4, "scaled": scale}
+    assert (metadata["format_version"], metadata["spec"]["action_start"]) == (2, -4)
+    write_export(policy, metadata, tmp_path, ("pt2", "onnx"))
+    x = torch.randn(50, 2) * 3
+    want = policy(x)
+    for f in ("pt2", "onnx"):
+        loaded = pql.load_policy(tmp_path / f"policy.{f}")
+        assert loaded.spec.action == Discrete(3, -4)
+        assert torch.equal(loaded(x), want)  # as pql's environments take them
+        raw = loaded._function([x])[0]  # type: ignore[union-attr]
+        assert torch.equal(raw, want - 4 if scale else want)
+        assert raw.dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    ("entry", "changes", "message"),
+    [
+        ("action", {"start": 0.5}, "action.start is not whole numbers"),
+        ("action", {"kind": "multi_discrete", "nvec": [3]}, "action.start is not whole numbers"),
+        ("action", {"kind": "multi_discrete", "nvec": [0, 1, 1]}, "action.nvec is not whole numbers"),
+        ("action", {"kind": "multi_discrete", "nvec": 3}, "action.nvec is not whole numbers"),
+        ("action", {"kind": "tuple"}, "action is not a kind and a size"),
+        ("spec", {"action_start": "1"}, "spec.action_start is not whole numbers"),
+        ("spec", {"action": {"multi_discrete": []}}, "spec.action is not a number of actions"),
+        ("spec", {"action": {"multi_discrete": [2, -1]}}, "spec.action is not a number of actions"),
+        ("spec", {"action": {"multi_discrete": [2]}, "action_start": [1, 2]}, "spec.action_start is not whole numbers"),
+    ],
+)
+def test_actions_of_an_export_are_checked(entry: str, changes: dict, message: str) -> None:
+    metadata = json.loads(json.dumps(metadata_of(choosing(Discrete(3, start=-4)))))
+    check_export(metadata)
+    if "nvec" in changes and changes["nvec"] == [3]:
+        changes = changes | {"size": 1}
+    with pytest.raises(ValueError, match=message):
+        check_export(metadata | {entry: metadata[entry] | changes})
+
+
+def test_discrete_actions_leave_as_whole_numbers(tmp_path: Path) -> None:
+    policy = choosing(Discrete(3))
     metadata = metadata_of(policy)
-    assert metadata["action"] == {"kind": "discrete", "size": 3, "scaled": False}
+    assert metadata["action"] == {"kind": "discrete", "size": 3, "start": 0, "scaled": False}
+    assert metadata["format_version"] == 1
+    assert "action_start" not in metadata["spec"]  # as in checkpoints without it
     assert metadata["outputs"] == [{"name": "action", "shape": ["batch"], "dtype": "int64"}]
     write_export(policy, metadata, tmp_path, ("pt2", "onnx"))
     x = torch.randn(50, 2) * 3

@@ -452,7 +452,7 @@ def test_what_makes_a_tensor_of_nothing_takes_a_device() -> None:
     ("entry", "value", "why"),
     [
         ("format", "other", "format is not pql-policy"),
-        ("format_version", 9, "format_version 1 or older; this is 9"),
+        ("format_version", 9, "format_version 2 or older; this is 9"),
         ("format_version", "1", "format_version is not a whole number"),
         ("spec", None, "spec is not a mapping"),
         ("task", {"name": "x", "process": {"python": "./evil"}}, "task is not name, id"),

@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 
-from pql.contract.plain import Box, Discrete, EnvSpec, ObsSpec, Step
+from pql.contract.plain import Box, Discrete, EnvSpec, MultiDiscrete, ObsSpec, Step
 
 
 class Walk:
@@ -21,7 +21,9 @@ class Walk:
             raise WrongSettingError("limit", limit, "at least 1")
         if discrete is None:
             raise WrongSettingError("discrete", discrete, "true or false")
-        action = Discrete(4) if discrete else Box(2, (-2.0, -2.0), (2.0, 2.0))
+        action = Discrete(4, -1) if discrete else Box(2, (-2.0, -2.0), (2.0, 2.0))
+        if discrete == "two":
+            action = MultiDiscrete((4, 3), (0, 1))
         obs = {"policy": ObsSpec((2,)), "critic": ObsSpec((3,), "float64"), "image": ObsSpec((2, 2), "uint8")}
         info = {
             "python": ".".join(map(str, sys.version_info[:2])),
@@ -73,6 +75,9 @@ class Walk:
         if self.fault and self.count == self.at:
             self.fail()
         push = np.eye(4)[action][:, :2] if action.ndim == 1 else np.clip(action, -1, 1)
+        if isinstance(self.spec.action, MultiDiscrete):
+            assert action.dtype == np.int64
+            push = np.eye(4)[action[:, 0]][:, :2] * action[:, 1:]
         self.x = self.x + 0.2 * push + self.random.normal(0, 0.05, self.x.shape)
         self.t = self.t + 1
         far = (self.x**2).sum(1) > 1.5

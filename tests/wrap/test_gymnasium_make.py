@@ -1,5 +1,7 @@
 """``gymnasium.make("pql/...")``: single environments of every shipped task."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,8 +12,12 @@ from gymnasium.utils.env_checker import check_env  # noqa: E402
 
 import pql  # noqa: E402
 import pql.wrap.gymnasium_ids as ids  # noqa: E402
+from pql.config.compose import compose  # noqa: E402
 from pql.config.layers import Presets  # noqa: E402
+from pql.contract.env import Discrete  # noqa: E402
+from pql.envs.catch import Catch  # noqa: E402
 from pql.errors import ConfigError  # noqa: E402
+from pql.wrap.single import SingleEnv  # noqa: E402
 
 # Presets for simulators of other packages, a task's own name or another machine: nothing to build by an id of ours.
 ADAPTERS = {
@@ -50,6 +56,27 @@ def make(name: str, **kwargs):
         return gymnasium.make(ids.env_id(name), **{**({"game": "breakout"} if name == "Atari" else {}), **kwargs})
     except ConfigError as error:  # its robot or simulator is not installed
         pytest.skip(str(error))
+
+
+class FromTwo(Catch):
+    """Catch, whose simulator would count its actions from 2."""
+
+    def __init__(self, num_envs, device="cpu"):
+        super().__init__(num_envs, device)
+        self.spec, self.taken = replace(self.spec, action=Discrete(3, start=2)), []
+
+    def step(self, action):
+        self.taken += action.tolist()
+        return super().step(action)
+
+
+def test_a_single_environment_has_the_simulators_discrete_actions():
+    env = SingleEnv(compose(["task=env", f"task.name={__name__}:FromTwo", "device=cpu"]))
+    assert env.action_space == gymnasium.spaces.Discrete(3, start=2)
+    env.reset(seed=0)
+    for action in (2, 4, 3):
+        env.step(np.int64(action))
+    assert env.env.taken == [0, 2, 1]
 
 
 def test_every_shipped_task_has_an_id():

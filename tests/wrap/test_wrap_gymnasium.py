@@ -1,5 +1,7 @@
 """``pql.wrap.gymnasium`` against gymnasium's vector environments, checks, wrappers; training code that uses it."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,20 +11,29 @@ gymnasium = pytest.importorskip("gymnasium")
 from gymnasium import spaces  # noqa: E402
 from gymnasium.utils.env_checker import data_equivalence  # noqa: E402
 from gymnasium.utils.env_match import check_environments_match  # noqa: E402
-from gymnasium.vector import AutoresetMode  # noqa: E402
+from gymnasium.vector import AutoresetMode, VectorWrapper  # noqa: E402
 from wrapped import Groups, N, score  # noqa: E402
 
 import pql  # noqa: E402
+from pql.contract.env import Discrete, MultiDiscrete  # noqa: E402
 from pql.envs.adapters.gymnasium import GymnasiumVec  # noqa: E402
+from pql.envs.adapters.gymnasium_host import copy_seeds  # noqa: E402
 from pql.envs.toy import Counter  # noqa: E402
 
 MODES = {"next_step": AutoresetMode.NEXT_STEP, "same_step": AutoresetMode.SAME_STEP}
 
 
+class Seeded(VectorWrapper):
+    """Gives the copies the seeds of ``task=gymnasium``."""
+
+    def reset(self, *, seed=None, options=None):
+        return self.env.reset(seed=None if seed is None else copy_seeds(seed, self.num_envs), options=options)
+
+
 def both(mode, num_envs):
     """gymnasium's own vector environment, and the same through pql and back."""
     theirs = gymnasium.make_vec("PqlClock-v0", num_envs, "sync", {"autoreset_mode": MODES[mode]})
-    return theirs, pql.wrap.gymnasium(GymnasiumVec(num_envs, id="PqlClock-v0", autoreset=mode))
+    return Seeded(theirs), pql.wrap.gymnasium(GymnasiumVec(num_envs, id="PqlClock-v0", autoreset=mode))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -118,6 +129,38 @@ def test_groups_become_a_dict_and_discrete_actions_stay_discrete():
     assert env.single_observation_space.contains(final)
     assert final["policy"][1] == 7
     assert final["critic"][1].tolist() == [7, 7, 7]
+
+
+@pytest.mark.parametrize("wrap", [pql.wrap.gymnasium, pql.wrap.sb3])
+def test_several_discrete_actions_of_a_wrapper_begin_where_its_space_does(wrap):
+    if wrap is pql.wrap.sb3:
+        pytest.importorskip("stable_baselines3")
+    env, taken = Counter(2), []
+    env.spec = replace(env.spec, action=MultiDiscrete((3, 2), (-1, 4)))
+    step = env.step
+    env.step = lambda action: taken.append(action.tolist()) or step(action)
+    wrapped = wrap(env)
+    wrapped.reset()
+    start = [-1, 4] if wrap is pql.wrap.gymnasium else [0, 0]
+    assert getattr(wrapped, "single_action_space", wrapped.action_space) == spaces.MultiDiscrete([3, 2], start=start)
+    wrapped.step(np.array([[2, 0], [0, 1]]) + start)
+    assert taken == [[[2, 0], [0, 1]]]
+
+
+@pytest.mark.parametrize("wrap", [pql.wrap.gymnasium, pql.wrap.sb3])
+def test_discrete_actions_of_a_wrapper_begin_where_its_space_does(wrap):
+    env = Groups(N)
+    env.spec = replace(env.spec, action=Discrete(4, start=-2))
+    step, taken = env.step, []
+    env.step = lambda action: taken.append(action.tolist()) or step(action)
+    if wrap is pql.wrap.sb3:
+        pytest.importorskip("stable_baselines3")
+    wrapped = wrap(env)
+    wrapped.reset()
+    space = spaces.Discrete(4, start=-2 if wrap is pql.wrap.gymnasium else 0)
+    assert getattr(wrapped, "single_action_space", wrapped.action_space) == space
+    wrapped.step(space.start + np.arange(N) % 4)
+    assert taken == [[i % 4 for i in range(N)]]
 
 
 def test_gymnasium_code_trains():

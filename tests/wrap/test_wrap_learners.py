@@ -11,6 +11,7 @@ from wrapped import Groups, N, score  # noqa: E402
 
 import pql  # noqa: E402
 from pql.envs.adapters.gymnasium import GymnasiumVec  # noqa: E402
+from pql.envs.adapters.gymnasium_host import copy_seeds  # noqa: E402
 from pql.envs.toy import LQR, Counter  # noqa: E402
 from pql.errors import ConfigError  # noqa: E402
 
@@ -25,7 +26,8 @@ def test_sb3_sees_what_its_own_vector_environment_shows():
     theirs = vec_env.DummyVecEnv([lambda: gymnasium.make("PqlClock-v0")] * 3)
     ours = pql.wrap.sb3(GymnasiumVec(3, id="PqlClock-v0", autoreset="next_step"))
     assert (theirs.observation_space, theirs.action_space) == (ours.observation_space, ours.action_space)
-    theirs.seed(4), ours.seed(4)
+    theirs._seeds = copy_seeds(4, 3)
+    ours.seed(4)
     assert (theirs.reset() == ours.reset()).all()
     theirs.action_space.seed(0)
     time_limits = 0

@@ -80,7 +80,8 @@ class EnvpoolVec:
     def reset(self, seed: int | None = None) -> Obs:
         if seed is not None:
             self._envs.close()
-            self._envs = self._make(seed % 2**31)
+            # EnvPool seeds environment i with seed + i: neighbouring seeds would share all environments but one.
+            self._envs = self._make(int(np.random.SeedSequence(seed).generate_state(1)[0] >> 2))
         return self._send(self._envs.reset()[0])
 
     def step(self, action: Tensor) -> Step:
@@ -122,7 +123,7 @@ def _obs_spec(space: Any) -> ObsSpec:
 
 def _action_spec(space: Any) -> Box | Discrete:
     if isinstance(space, spaces.Discrete):
-        return Discrete(int(space.n))
+        return Discrete(int(space.n), int(space.start))
     if not isinstance(space, spaces.Box) or not (np.isfinite(space.low).all() and np.isfinite(space.high).all()):
         raise ConfigError("action_space", space, "a Box with finite bounds, or Discrete")
     low, high = (tuple(np.asarray(b, float).reshape(-1).tolist()) for b in (space.low, space.high))

@@ -78,9 +78,10 @@ def build_simulator(request: Mapping[str, Any]) -> Any:
 
 
 def foresee(request: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the specification without building the environment; None if its factory has no ``describe``."""
+    """Return the specification without building the environment; None if its factory cannot tell."""
     describe = getattr(find_simulator(request["name"]), "describe", None)
-    return None if describe is None else describe_simulator(call(describe, request))
+    spec = None if describe is None else call(describe, request)
+    return None if spec is None else describe_simulator(spec)
 
 
 def call(factory: Any, request: Mapping[str, Any]) -> Any:
@@ -104,9 +105,6 @@ def call(factory: Any, request: Mapping[str, Any]) -> Any:
 
 def describe_simulator(spec: Any) -> dict[str, Any]:
     """Return a specification as JSON types; its numbers may be NumPy scalars."""
-    action = spec.action
-    limits = {k: getattr(action, k, None) for k in ("low", "high")}
-    bounds = {k: None if v is None else [float(x) for x in v] for k, v in limits.items()}
     longest = getattr(spec, "max_episode_steps", None)
     given = dict(getattr(spec, "info", {}))
     info: dict[str, Any] = {k: v for k, v in given.items() if isinstance(v, (bool, int, float, str))}
@@ -119,7 +117,7 @@ def describe_simulator(spec: Any) -> dict[str, Any]:
             name: [[int(n) for n in part.shape], dtype_name(part.dtype), int(getattr(part, "stack", 1))]
             for name, part in spec.obs.items()
         },
-        "action": {"n": int(action.n)} if hasattr(action, "n") else {"size": int(action.size), **bounds},
+        "action": describe_action(spec.action),
         "max_episode_steps": None if longest is None else int(longest),
         "autoreset": getattr(spec, "autoreset", "same_step"),
         "final_obs": getattr(spec, "final_obs", "on_done"),
@@ -127,6 +125,24 @@ def describe_simulator(spec: Any) -> dict[str, Any]:
         "deterministic": bool(getattr(spec, "deterministic", True)),
         "info": info,
     }
+
+
+def describe_action(action: Any) -> dict[str, Any]:
+    """Return the fields of an action specification as JSON types; a start of 0 is left out."""
+    start = getattr(action, "start", None)
+    if hasattr(action, "n"):
+        return {"n": int(action.n), **({"start": int(start)} if start else {})}
+    if hasattr(action, "nvec"):
+        return {"nvec": [int(n) for n in action.nvec], **({"start": [int(n) for n in start]} if start else {})}
+    bounds = {k: getattr(action, k, None) for k in ("low", "high")}
+    return {"size": int(action.size), **{k: None if v is None else [float(x) for x in v] for k, v in bounds.items()}}
+
+
+def action_array(facts: Mapping[str, Any]) -> tuple[str, list[int]]:
+    """Return the dtype and the shape of one environment's action, from :func:`describe_action`."""
+    if "n" in facts:
+        return "int64", []
+    return ("int64", [len(facts["nvec"])]) if "nvec" in facts else ("float32", [facts["size"]])
 
 
 def dtype_name(dtype: Any) -> str:
@@ -137,9 +153,9 @@ def dtype_name(dtype: Any) -> str:
 
 def layout(spec: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
     """Lay out the arrays in shared memory: return name -> (dtype, shape, offset), and the total size in bytes."""
-    n, discrete = spec["num_envs"], "n" in spec["action"]
+    n, (kind, one) = spec["num_envs"], action_array(spec["action"])
     fields: dict[str, tuple[str, list[int]]] = {
-        "action": ("int64", [n]) if discrete else ("float32", [n, spec["action"]["size"]]),
+        "action": (kind, [n, *one]),
         "mask": ("bool", [n]),
         "flags": ("bool", [len(FLAGS), n]),
         "reward": ("float32", [n]),

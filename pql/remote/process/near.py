@@ -32,7 +32,8 @@ import torch
 from torch import Tensor
 
 import pql
-from pql.contract.env import Box, Discrete, EnvSpec, ObsSpec
+from pql.contract.env import EnvSpec, ObsSpec
+from pql.contract.spec_json import action_of
 from pql.engine import deadlines
 from pql.engine.watchdog import clock, touch
 from pql.errors import ConfigError, RunError
@@ -414,15 +415,16 @@ def reader(shared: Tensor, device: torch.device) -> Callable[[], Tensor]:
 
 def read_spec(facts: Mapping[str, Any], device: torch.device) -> EnvSpec:
     """Return the specification from the output of ``far_build.describe_simulator``."""
-    kind, bounds = facts["action"], [facts["action"].get(k) for k in ("low", "high")]
-    action: Box | Discrete
-    if "n" in kind:
-        action = Discrete(kind["n"])
-    else:
-        action = Box(kind["size"], *(None if values is None else tuple(values) for values in bounds))
     fixed = {k: facts[k] for k in ("name", "num_envs", "max_episode_steps", "autoreset", "final_obs", "deterministic")}
     obs = {k: ObsSpec(tuple(shape), getattr(torch, dtype), stack) for k, (shape, dtype, stack) in facts["obs"].items()}
-    return EnvSpec(**fixed, obs=obs, action=action, device=device, log=tuple(facts["log"]), info=dict(facts["info"]))
+    return EnvSpec(
+        **fixed,
+        obs=obs,
+        action=action_of(facts["action"]),
+        device=device,
+        log=tuple(facts["log"]),
+        info=dict(facts["info"]),
+    )
 
 
 def _anonymous(name: str) -> int:

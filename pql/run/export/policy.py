@@ -32,7 +32,11 @@ Function = Callable[[Sequence[Tensor]], list[Tensor]]
 
 
 def unit_map(about: Mapping[str, Any], device: torch.device) -> Callable[[Tensor], Tensor]:
-    """Return the function that maps an export's action to [-1, 1]; ``about`` is the metadata's entry ``action``."""
+    """Return the function that maps an export's action to the environment contract's: to [-1, 1], or to a count from 0.
+    ``about`` is the metadata's entry ``action``."""
+    if about["scaled"] and "start" in about:  # not of a box
+        start = torch.tensor(about["start"], device=device)
+        return lambda action: action - start
     low, high = (torch.tensor(about.get(end, ())) for end in ("low", "high"))
     if not about["scaled"] or bool((low == -1).all() and (high == 1).all()):
         return lambda action: action
@@ -41,7 +45,7 @@ def unit_map(about: Mapping[str, Any], device: torch.device) -> Callable[[Tensor
 
 
 class ExportedPolicy(BasePolicy):
-    """A policy loaded from its export. Like a run's ``Policy``, it returns actions in [-1, 1].
+    """A policy loaded from its export. Like a run's ``Policy``, it returns actions in [-1, 1], or from 0 on.
 
     Args:
         path: ``policy.pt2`` or ``policy.onnx``.

@@ -14,14 +14,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from pql.config import from_dict, to_dict
 from pql.config.trust import check_links
-from pql.contract.env import Box
+from pql.contract.env import Box, Discrete, MultiDiscrete
 from pql.contract.spec_json import spec_to_dict
 from pql.engine.watchdog import touch
 from pql.errors import ConfigError, PqlWarning, RunError, nearest
@@ -51,6 +51,7 @@ class Deployed(nn.Module):
 
     low: Tensor
     spread: Tensor
+    start: Tensor
     scale: bool
 
     def __init__(self, policy: Policy, scale: bool):
@@ -60,6 +61,9 @@ class Deployed(nn.Module):
         self.box, space = isinstance(policy.spec.action, Box), policy.spec.action
         low, high = (torch.tensor(bound) for bound in (space.bounds if isinstance(space, Box) else ((), ())))
         self.scale = scale and not bool((low == -1).all() and (high == 1).all())
+        self.shifted = scale and not isinstance(space, Box) and space.start not in (0, None)
+        if self.shifted:
+            self.register_buffer("start", torch.tensor(cast(Discrete | MultiDiscrete, space).start))
         self.register_buffer("low", low)
         self.register_buffer("spread", (high - low) / 2)
 
@@ -71,6 +75,8 @@ class Deployed(nn.Module):
             action = action.clamp(-1, 1)
         if self.box and self.scale:
             action = self.low + (action + 1) * self.spread
+        if self.shifted:
+            action = action + self.start
         return (action, *(state[k] for k in self.states))
 
 
@@ -86,7 +92,7 @@ def export_policy(
     Args:
         out: folder to write to; default ``export`` in the run directory. Files of an earlier export are replaced.
         formats: ``pt2``, ``onnx`` or both.
-        scale: actions within the simulator's bounds; False: in [-1, 1].
+        scale: the simulator's own actions: within its bounds, or from its ``start`` on; False: in [-1, 1], or from 0.
         trust: allow networks of the run that are neither built in nor registered (``docs/security.md``).
     Raises:
         ConfigError: no checkpoint at ``path``, an unknown format, or a package that is not installed.
@@ -156,12 +162,12 @@ def export_metadata(policy: Policy, manifest: Mapping[str, Any], source: Path, s
         about = {"kind": "box", "size": spec.action.size, "low": low, "high": high, "scaled": scale}
         action = _tensor("action", (spec.action.size,), "torch.float32")
     else:
-        about = {"kind": "discrete", "size": spec.action.n, "scaled": False}
-        action = _tensor("action", (), "torch.int64")
+        about = _of_discrete(spec.action, scale)
+        action = _tensor("action", spec.action.shape, "torch.int64")
     after = [_tensor(f"next_state.{k}", s, "torch.float32") for k, s in policy.state_shapes.items()]
     return {
         "format": "pql-policy",
-        "format_version": EXPORT_FORMAT,
+        "format_version": 1 if about.get("start", 0) == 0 else EXPORT_FORMAT,
         "algorithm": config.algo.name,
         "family": config.algo.family,
         "task": {k: v for k, v in to_dict(config.task).items() if k in ("name", "id", "game", "model", "kwargs")},
@@ -175,6 +181,15 @@ def export_metadata(policy: Policy, manifest: Mapping[str, Any], source: Path, s
         "counters": manifest.get("counters", {}),
         "versions": versions(),
     }
+
+
+def _of_discrete(space: Discrete | MultiDiscrete, scale: bool) -> dict[str, Any]:
+    """Return the metadata's entry ``action``."""
+    if isinstance(space, Discrete):
+        return {"kind": "discrete", "size": space.n, "start": space.start, "scaled": scale and space.start != 0}
+    start = space.start or (0,) * len(space.nvec)
+    fields = {"size": len(space.nvec), "nvec": space.nvec, "start": start, "scaled": scale and any(start)}
+    return {"kind": "multi_discrete", **fields}
 
 
 def _tensor(name: str, shape: Sequence[int], dtype: str) -> dict[str, Any]:

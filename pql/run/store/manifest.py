@@ -16,7 +16,7 @@ from pql.config.files import check_tree, parse_json, walk
 from pql.errors import UNSEEN, ConfigError, printable
 
 FORMAT = 2  # in format 1, replays and priorities were saved in full, including unused rows
-EXPORT_FORMAT = 1
+EXPORT_FORMAT = 2  # in format 1, discrete actions began at 0
 DTYPES = ("float32", "float64", "float16", "bfloat16", "uint8", "int8", "int16", "int32", "int64", "bool")
 LARGEST = 2**31 - 1  # of an axis, a number of actions, a time limit
 COUNT = 2**62
@@ -166,10 +166,12 @@ def check_spec_dict(spec: Any) -> None:
         _need(_whole(stack, 1) and stack <= (*group["shape"], 1)[0], f"spec.obs.{name}.stack", "frames")
     action = spec.get("action")
     count: Any = action.get("discrete") if isinstance(action, dict) else action
-    _need(_whole(count, 1), "spec.action", "a number of actions")
+    many = action.get("multi_discrete") if isinstance(action, dict) else None
+    _need(_whole(count, 1) or (isinstance(many, list) and _wholes(many, 1)), "spec.action", "a number of actions")
     for name in ("action_low", "action_high"):
         if (bounds := spec.get(name)) is not None:
             check_bounds(f"spec.{name}", bounds, count)
+    _check_start("spec.action_start", spec.get("action_start", 0), many)
     limit = spec.get("max_episode_steps", 0)
     _need(limit is None or _whole(limit, 1), "spec.max_episode_steps", "null or a whole number from 1 on")
 
@@ -206,10 +208,22 @@ def check_export(data: Any) -> None:
 
 
 def _check_action(about: Mapping[str, Any]) -> None:
-    _need(about.get("kind") in ("box", "discrete") and _whole(about.get("size"), 1), "action", "a kind and a size")
+    kinds, many = ("box", "discrete", "multi_discrete"), about.get("nvec")
+    _need(about.get("kind") in kinds and _whole(about.get("size"), 1), "action", "a kind and a size")
+    if about["kind"] == "multi_discrete":
+        _need(
+            isinstance(many, list) and len(many) == about["size"] and _wholes(many, 1), "action.nvec", "whole numbers"
+        )
     _need(isinstance(about.get("scaled"), bool), "action.scaled", "true or false")
+    _check_start("action.start", about.get("start", 0), many if about["kind"] == "multi_discrete" else None)
     for name in ("low", "high") if about["kind"] == "box" else ():
         check_bounds(f"action.{name}", about.get(name), about["size"])
+
+
+def _check_start(name: str, start: Any, many: Sequence[int] | None) -> None:
+    """Validate the first action of a simulator, or those of several at once, with ``many`` choices."""
+    fine = _whole(start, -LARGEST) if many is None else isinstance(start, list) and len(start) == len(many)
+    _need(start == 0 or (fine and (many is None or _wholes(start, -LARGEST))), name, "whole numbers")
 
 
 def check_tensor(name: str, shape: Any, dtype: Any) -> None:
@@ -241,6 +255,10 @@ def check_mapping(name: str, value: Any, entries: Mapping[str, type]) -> None:
 
 def _whole(value: Any, least: int) -> bool:
     return type(value) is int and least <= value <= LARGEST
+
+
+def _wholes(values: Sequence[Any], least: int) -> bool:
+    return len(values) > 0 and all(_whole(value, least) for value in values)
 
 
 def _number(value: Any) -> bool:
