@@ -24,8 +24,14 @@ SMALL = {
     "pql2": ("algo.batch_size=16",),
     "fastsac": ("algo.batch_size=16", "algo.critic.atoms=11"),
     "dqn": ("algo.batch_size=16", "algo.priority.alpha=0.6", "algo.target_period=64"),
-    "r2d2": ("algo.batch_size=4", "algo.burn_in=2", "algo.length=6", "algo.period=3", "algo.lstm=8")
-    + ("algo.target_period=48",),
+    "r2d2": (
+        "algo.batch_size=4",
+        "algo.burn_in=2",
+        "algo.length=6",
+        "algo.period=3",
+        "algo.lstm=8",
+        "algo.target_period=48",
+    ),
     "ppo": ("algo.horizon=11", "algo.minibatches=2", "algo.epochs=1"),
     "impala": ("algo.horizon=11",),
 }

@@ -79,6 +79,23 @@ def trainers(*words, spec=SPEC):
     return config, value, improve
 
 
+@pytest.mark.parametrize("preset", ["pql2", "flashsac", "xqc", "fastsac"])
+def test_an_observation_that_follows_no_termination_is_not_read(preset):
+    """The simulator did not return it, so temperature and BatchNorm leave such rows out."""
+    wide, results = ("algo.critic.hidden=[8,8]", "algo.policy.hidden=[8,8]"), []
+    for known, replaced in itertools.product((False, True), (False, True)):
+        _, value, _ = trainers(f"algo={preset}", "scale=cpu", *wide)
+        noise, gen = torch.Generator().manual_seed(9), torch.Generator().manual_seed(4)
+        for batch in itertools.islice(batches(gen), 3):
+            goes_on, other = (batch.discount > 0).double(), torch.randn(B, D, generator=gen).double()
+            shown = torch.where(goes_on.bool()[:, None] | (not replaced), batch.next_obs["policy"], other)
+            given = batch._replace(followed=batch.mask if known else goes_on, next_obs={"policy": shown})
+            value.update(value.state, value.inputs, given, noise)
+        results.append(flatten(value.state.state_dict()))
+    same = [all(torch.allclose(v, b[k], 0, 1e-9) for k, v in a.items()) for a, b in (results[:2], results[2:])]
+    assert same == [True, False]
+
+
 def exchange(value, improve):
     """What a tick without concurrency passes between the learners."""
     improve.inputs.critic.load_state_dict(value.state.critic.module.state_dict())
