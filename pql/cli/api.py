@@ -66,12 +66,13 @@ def resume(
         RunError: the run failed.
     """
     from pql.config.compose import words_of
+    from pql.config.files import expanded
 
     if env is not None:
         from pql.contract.env import check_protocol
 
         check_protocol(env)
-    return launch(words_of(overrides), Path(run_dir).expanduser(), quiet, trust, env=env, callbacks=callbacks)
+    return launch(words_of(overrides), expanded("run", run_dir), quiet, trust, env=env, callbacks=callbacks)
 
 
 def evaluate(
@@ -94,6 +95,7 @@ def evaluate(
     Raises:
         ConfigError: no policy there, a damaged one, or a number out of range.
     """
+    from pql.config.files import expanded
     from pql.config.validate import EPISODES, limits, resolve_device
 
     for key, value, allowed in (
@@ -107,7 +109,7 @@ def evaluate(
     from pql.run.evaluation import EvaluationPlan, evaluate_saved
 
     plan = EvaluationPlan(num_envs, episodes, seed, device, epsilon, trust)
-    return evaluate_saved(Path(path).expanduser(), plan)
+    return evaluate_saved(expanded("run", path), plan)
 
 
 def report(
@@ -161,12 +163,14 @@ def _page(
     references: str | Path | None = None,
     points: Sequence[float] = (),
 ) -> dict[str, Any]:
+    from pql.config.files import expanded
     from pql.reports import write
 
     if not runs:
         raise ConfigError("run", None, "run directories")
-    folder, known = (None if path is None else Path(path).expanduser() for path in (out, references))
-    page, numbers = write([str(Path(run).expanduser()) for run in runs], folder, x, thresholds, single, known, points)
+    places = {"out": out, "references": references}
+    folder, known = (None if path is None else expanded(name, path) for name, path in places.items())
+    page, numbers = write([str(expanded("run", run)) for run in runs], folder, x, thresholds, single, known, points)
     return {"page": str(page), **numbers}
 
 

@@ -321,14 +321,16 @@ def run_train(args: argparse.Namespace) -> int:
 
 
 def run_resume(args: argparse.Namespace) -> int:
+    from pql.config.files import expanded
     from pql.engine.interrupt import Interrupt
 
     with Interrupt() as interrupt:
-        summary = launch(args.overrides, Path(args.run_dir), trust=args.trust, interrupt=interrupt)
+        summary = launch(args.overrides, expanded("run", args.run_dir), trust=args.trust, interrupt=interrupt)
     return 130 if summary.interrupted else 0
 
 
 def run_eval(args: argparse.Namespace) -> int:
+    from pql.config.files import expanded
     from pql.config.validate import EPISODES, limits, resolve_device
     from pql.run.evaluation import EvaluationPlan, evaluate_saved, evaluation_file
     from pql.run.log.console import Console
@@ -343,7 +345,7 @@ def run_eval(args: argparse.Namespace) -> int:
     ):
         allowed.check(key, asked.get(key))
     device = resolve_device(asked["device"])
-    out = Path(asked["out"]).expanduser() if "out" in asked else None
+    out = expanded("out", asked["out"]) if "out" in asked else None
     if out:
         check_writable(out)  # before the episodes are run
     ended: list[int] = []
@@ -411,6 +413,7 @@ def print_evaluation(row: dict[str, Any]) -> None:
 
 def run_report(args: argparse.Namespace) -> int:
     from pql import reports
+    from pql.config.files import expanded
 
     runs = [
         w for w in args.words if "=" not in w or os.path.exists(os.path.expanduser(w))
@@ -419,8 +422,8 @@ def run_report(args: argparse.Namespace) -> int:
     if not runs or (args.single and len(runs) > 1):
         raise ConfigError("run", " ".join(runs) or None, "one run directory" if args.single else "run directories")
     levels, points = (asked.get(key, []) for key in ("thresholds", "at"))
-    out = Path(asked["out"]).expanduser() if "out" in asked else None
-    references = Path(asked["references"]).expanduser() if "references" in asked else None
+    out = expanded("out", asked["out"]) if "out" in asked else None
+    references = expanded("references", asked["references"]) if "references" in asked else None
     with within(deadlines.REPORT, "the report", "a report"):
         path, numbers = reports.write(runs, out, asked.get("x", "seconds"), levels, args.single, references, points)
     reports.tell(numbers)
@@ -454,12 +457,13 @@ def run_sweep(args: argparse.Namespace) -> int:
 
 
 def run_watch(args: argparse.Namespace) -> int:
+    from pql.config.files import expanded
     from pql.reports.watch.server import PORT, watch
 
     asked = {"port": PORT, "open": False} | parse_pairs(args.overrides, COMMANDS["watch"])
     obey_interrupts()
     check_port(asked["port"])
-    watch(Path(args.path).expanduser(), asked["port"], asked["open"])
+    watch(expanded("run", args.path), asked["port"], asked["open"])
     return 0
 
 

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from pql.config.files import check_header
+from pql.config.files import check_header, expanded
 from pql.contract.env import ObsSpec
 from pql.data import tensorfile
 from pql.data.flags import FINAL_OK, NEXT_FIRST, TERMINATED, TRUNCATED, VALID
@@ -37,7 +37,7 @@ def save_replay(replay: Replay, path: str | Path) -> None:
     Raises:
         OSError: it cannot be written; an existing file is kept.
     """
-    path = Path(path).expanduser()
+    path = expanded("path", path)
     temporary = path.with_name(f".writing-{path.name}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -148,8 +148,9 @@ def read_transitions(
         whole: groups before the ring reduces their images. The file may have these, too.
     """
     try:
-        check_header(Path(path).expanduser())
-        data = load_file(Path(path).expanduser())
+        file = expanded(setting, path)
+        check_header(file)
+        data = load_file(file)
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(setting, path, f"a safetensors file ({error})") from error
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from pql.config import Config
+from pql.config.files import expanded
 from pql.config.schema import TaskConfig
 from pql.config.validate import EPISODES, STEPS, limits, resolve_device
 from pql.contract.env import VecEnv, find_factory
@@ -66,7 +67,7 @@ def record_video(
     imageio: Any = importlib.import_module("imageio.v2")
     frames, size = 0, (0, 0)
     with Stage(path, seed, device, trust) as stage:
-        file = Path(out).expanduser() if out is not None else stage.default_file()
+        file = expanded("out", out) if out is not None else stage.default_file()
         if file.suffix != ".mp4":
             raise ConfigError("out", file, "a file name that ends in .mp4")
         every, fps = cadence(stage.env.spec.info.get("dt"))

@@ -12,6 +12,7 @@ from pql.algos.registry import seeds
 from pql.collect.prefill import prefill
 from pql.config import Config
 from pql.config.fields import reads
+from pql.config.files import expanded
 from pql.config.trust import names_foreign_code
 from pql.contract.env import VecEnv
 from pql.contract.optional import Measured, Resumable, WithEvaluation, supports
@@ -166,7 +167,7 @@ class Session:
         """Prepare a new run: initial weights, prefilled data and the run directory."""
         config, ranks = self.config, self.ranks
         if config.init_from:
-            init_from(self.parts, Path(config.init_from).expanduser())
+            init_from(self.parts, expanded("init_from", config.init_from))
         if config.replay.prefill:
             with self.doing(f"reading {config.replay.prefill}"):
                 taken = prefill(self.parts.first.collector, config.replay.prefill, ranks.rank, ranks.size)

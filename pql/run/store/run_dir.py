@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from pql.config import Config, to_dict
 from pql.config.files import create_file as create_file
-from pql.config.files import read_json, read_yaml
+from pql.config.files import expanded, read_json, read_yaml
 from pql.config.validate import resolve_device
 from pql.engine import deadlines
 from pql.engine.world import world
@@ -67,7 +67,7 @@ def claim_directory(config: Config, resume: bool = False) -> Claim:
         task, now = config.task.game or config.task.name, time.strftime("%Y%m%d-%H%M%S")
         task = task.replace(":", ".")  # a colon would read as a host's name in scp, and Windows refuses it
         return claim_new(Path("runs") / f"{task}-{config.algo.name}-s{config.seed}-{now}")
-    held = claim(Path(config.run_dir).expanduser())
+    held = claim(expanded("run_dir", config.run_dir))
     if not resume:
         try:
             check_new(held.path)
