@@ -71,6 +71,7 @@ def dump(path: Path, config: Config, collector: "Collector", counters: dict[str,
         "out": collector.quarantine.out,
     }
     facts = {**config_entries(config), "spec": spec_to_dict(collector.env.spec), "seed": config.seed}
+    path.parent.mkdir(parents=True, exist_ok=True)
     checkpoint.save(path, tree, {"kind": "dump", "counters": counters, **facts})
 
 
