@@ -1,6 +1,5 @@
 """A run: budget, log, evaluations, checkpoints and callbacks around the tick."""
 
-import shlex
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +12,6 @@ from pql.collect.prefill import prefill
 from pql.config import Config
 from pql.config.fields import reads
 from pql.config.files import expanded
-from pql.config.trust import names_foreign_code
 from pql.contract.env import VecEnv
 from pql.contract.optional import Measured, Resumable, WithEvaluation, supports
 from pql.contract.spec_json import spec_to_dict
@@ -41,7 +39,7 @@ from pql.run.store import run_dir as rundir
 from pql.run.store.archive import Archive
 from pql.run.store.claim import Claim
 from pql.run.store.manifest import check_storable
-from pql.run.store.run_dir import Summary
+from pql.run.store.run_dir import Summary, command
 from pql.run.task import build_env, staggered
 
 Callback = Callable[["Session", log.Row], None]
@@ -212,7 +210,7 @@ class Session:
     def _hold(self, opened: ExitStack, claim: Claim) -> Path:
         """Hold the claim of the run directory until ``opened`` is closed."""
         self._held = opened.enter_context(claim)
-        crash.name_run(claim.path)
+        crash.name_run(claim.path, command("resume", claim.path.absolute(), self.config))
         return claim.path
 
     def _load(self) -> int:
@@ -307,11 +305,10 @@ class Session:
         except Exception as error:
             if "checkpoints" not in vars(self) or isinstance(error, ConfigError):  # nothing has changed
                 raise
-            run = shlex.quote(str(self.run_dir)) + " --trust" * names_foreign_code(self.config)
             if checkpoint.resume_points(self.checkpoints):
-                error.add_note(f"to continue: pql resume {run}")
+                error.add_note(f"to continue: {command('resume', self.run_dir, self.config)}")
             elif (self.checkpoints / "last").exists():
-                error.add_note(f"its last policy is kept: pql eval {run}")
+                error.add_note(f"its last policy is kept: {command('eval', self.run_dir, self.config)}")
             else:
                 error.add_note("nothing had been saved")
             if self.console:
@@ -621,8 +618,7 @@ class Session:
             self.console.close()
         seconds, ticks = self.seconds - begun["seconds"], int(self.parts.schedule.ticks - begun["ticks"])
         kept = (self.checkpoints / "last").exists(), bool(checkpoint.resume_points(self.checkpoints))
-        code = names_foreign_code(self.config)
-        self.say(closing_words(summary, self.parts.busy(), seconds, ticks, self.config.budget, kept, code))
+        self.say(closing_words(summary, self.parts.busy(), seconds, ticks, self.config, kept))
         if self.archive.missing and self.ranks.first:
             lost = "; ".join(f"{what} ({why})" for what, why in self.archive.missing.items())
             raise RunError(f"the run has come to its end, but not all of it could be kept in {self.run_dir}: {lost}")
