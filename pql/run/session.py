@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import partial
 from pathlib import Path
 
+from torch import Tensor
+
 from pql.algos.registry import seeds
 from pql.collect.prefill import prefill
 from pql.config import Config
@@ -115,10 +117,10 @@ class Session:
             opened.callback(self.console.close)
         self._make_parts(opened)
         if resume:
-            with self.doing("loading the resume point"):
-                ticks = self._load()
+            ticks = self._continue()
         else:
             ticks = 0
+            self._start()
             self._start_new(overrides)
         resumed_at = self.env_steps if resume else None
         if self.console and ranks.first:
@@ -146,7 +148,7 @@ class Session:
         self._say_more()
 
     def _make_parts(self, opened: ExitStack) -> None:
-        """Build simulators, networks and workers, ready for the first step."""
+        """Build simulators, networks and workers, ready for the first reset."""
         with self.doing("building the simulator and the networks"):
             with watching(f"building {self.config.task.title}", start_limit(self.config.placement)):
                 self.parts: Parts = _build(self.ranks.share, self.given_env)
@@ -158,8 +160,10 @@ class Session:
             self.console.progress.now = self._now
         with self.doing("compiling"):
             self.parts.prepare()
+
+    def _start(self) -> None:
         with self.doing("resetting the simulator"):
-            self.parts.start()
+            self.parts.start(self.env_steps)
 
     def _start_new(self, overrides: Sequence[str]) -> None:
         """Prepare a new run: initial weights, prefilled data and the run directory."""
@@ -213,12 +217,18 @@ class Session:
         crash.name_run(claim.path, command("resume", claim.path.absolute(), self.config))
         return claim.path
 
-    def _load(self) -> int:
-        """Restore the newest intact resume point; return its ticks."""
-        tensors, manifest = self.ranks.resume_point(self.checkpoints)
-        check_finite(tensors, manifest)
-        parts, counters = self.parts, manifest["counters"]
-        parts.load_counters(counters)
+    def _continue(self) -> int:
+        """Start from the newest intact resume point; return its ticks."""
+        with self.doing("loading the resume point"):
+            tensors, manifest = self.ranks.resume_point(self.checkpoints)
+            check_finite(tensors, manifest)
+            self.parts.load_counters(manifest["counters"])
+        self._start()
+        with self.doing("loading the resume point"):
+            return self._load(tensors, manifest["counters"])
+
+    def _load(self, tensors: dict[str, Tensor], counters: dict[str, float]) -> int:
+        parts = self.parts
         parts.load_state_dict(checkpoint.unflatten(tensors, parts.state_dict()))
         self.seconds = counters["seconds"]
         if not supports(parts.first.env, Resumable):
