@@ -83,12 +83,14 @@ def evaluate(
     device: str = "cpu",
     epsilon: float | None = None,
     trust: bool = False,
+    max_steps: int | None = None,
 ) -> dict[str, Any]:
     """Evaluate the policy of a run, checkpoint or export on whole episodes, as ``pql eval`` does. Writes nothing.
 
     Args:
         epsilon: share of random actions, if they are discrete; None: as in the run's evaluations.
         trust: accept a file that names code, a program or a path (docs/security.md).
+        max_steps: steps after which an episode is cut; None: as in the run's evaluations.
     Returns:
         ``return_mean``, ``return_median``, ``return_iqm``, ``return_std``, ``length_mean``, ``success`` (if the task
         defines it), ``returns`` and ``lengths`` of the single episodes, and the arguments.
@@ -103,12 +105,13 @@ def evaluate(
         ("episodes", episodes, EPISODES),
         ("seed", seed, limits("seed")),
         ("epsilon", epsilon, limits("eval.epsilon")),
+        ("max_steps", max_steps, limits("eval.max_steps")),
     ):
         allowed.check(key, value)
     device = resolve_device(device)
     from pql.run.evaluation import EvaluationPlan, evaluate_saved
 
-    plan = EvaluationPlan(num_envs, episodes, seed, device, epsilon, trust)
+    plan = EvaluationPlan(num_envs, episodes, seed, device, epsilon, trust, max_steps)
     return evaluate_saved(expanded("run", path), plan)
 
 

@@ -28,7 +28,15 @@ from pql.remote.fleet import command as fleet_command
 COMMANDS: dict[str, dict[str, type]] = {
     "train": {},
     "resume": {},
-    "eval": {"num_envs": int, "episodes": int, "seed": int, "device": str, "epsilon": float, "out": str},
+    "eval": {
+        "num_envs": int,
+        "episodes": int,
+        "seed": int,
+        "device": str,
+        "epsilon": float,
+        "max_steps": int,
+        "out": str,
+    },
     "play": {
         "episodes": int,
         "steps": int,
@@ -216,7 +224,9 @@ def parser() -> argparse.ArgumentParser:
     resume.set_defaults(run=run_resume)
     evaluate = sub.add_parser("eval", help="evaluate a policy: pql eval RUN|CHECKPOINT episodes=100")
     evaluate.add_argument("path", metavar="RUN|CHECKPOINT|EXPORT")
-    evaluate.add_argument("overrides", nargs="*", help="num_envs=16 episodes=16 seed=0 device=cpu epsilon=0 out=FILE")
+    evaluate.add_argument(
+        "overrides", nargs="*", help="num_envs=16 episodes=16 seed=0 device=cpu epsilon=0 max_steps=N out=FILE"
+    )
     add_trust(evaluate, "eval")
     evaluate.set_defaults(run=run_eval)
     compare = sub.add_parser("compare", help="compare runs on one page: pql compare RUN... x=env_steps out=DIR")
@@ -342,6 +352,7 @@ def run_eval(args: argparse.Namespace) -> int:
         ("episodes", EPISODES),
         ("seed", limits("seed")),
         ("epsilon", limits("eval.epsilon")),
+        ("max_steps", limits("eval.max_steps")),
     ):
         allowed.check(key, asked.get(key))
     device = resolve_device(asked["device"])
@@ -355,7 +366,7 @@ def run_eval(args: argparse.Namespace) -> int:
 
     with contextlib.closing(Console("pql eval", {})) as console, console.doing("evaluation", far):
         counts = (asked["num_envs"], asked["episodes"], asked["seed"])
-        plan = EvaluationPlan(*counts, device, asked.get("epsilon"), args.trust)
+        plan = EvaluationPlan(*counts, device, asked.get("epsilon"), args.trust, asked.get("max_steps"))
         row = evaluate_saved(Path(args.path), plan, ended.append)
     path, lost = out or evaluation_file(Path(row["checkpoint"]), row["seed"], row["episodes"]), None
     try:  # first: the reader of the output may leave

@@ -142,10 +142,11 @@ class Stage:
 
     def run(self, episodes: int, steps: int | None) -> Iterator[int]:
         """Yield t before each step, when the rendered state is the one acted in."""
-        env, limit = self.env, self.env.spec.max_episode_steps or LONGEST
+        env, declared = self.env, self.env.spec.max_episode_steps
+        rows = LONGEST if declared is None else declared + (env.spec.autoreset == "next_step")  # a filler row ends it
         obs, state = env.reset(self.seed), self.policy.initial_state(1)
         total, length = 0.0, 0
-        for t in range(episodes * (limit + 1) if steps is None else steps):
+        for t in range(episodes * rows if steps is None else steps):
             yield t
             action, state = self.policy.act(obs, state)
             step = env.step(action)

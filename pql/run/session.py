@@ -25,7 +25,16 @@ from pql.errors import ConfigError, PqlWarning, RunError, first_line
 from pql.run.build import build
 from pql.run.callbacks import as_callbacks
 from pql.run.components import Parts
-from pql.run.evaluation import Evaluation, EvaluationReport, Evaluator, StoppedError, check_acting_epsilon, run_episodes
+from pql.run.evaluation import (
+    Evaluation,
+    EvaluationReport,
+    Evaluator,
+    StoppedError,
+    check_acting_epsilon,
+    limit_note,
+    options_of,
+    run_episodes,
+)
 from pql.run.flight_recorder import dumping
 from pql.run.guard import FrozenPolicy, NonFiniteMonitor, naming_memory, short_of_memory
 from pql.run.log import sinks as log
@@ -208,6 +217,9 @@ class Session:
             self.say(f"replay starts with {self.prefilled:,} transitions of {self.config.replay.prefill}")
         if not self.parts.schedule.reproducible:
             self.say("replicas run free: the same seed would give other bits (algo.central.order=turns repeats them)")
+        wanted = self.config.eval.final or self.config.eval.every_seconds is not None
+        if wanted and (note := limit_note(self.parts.first.env.spec, self.config.eval.max_steps)):
+            self.say(note)
         if self._resumed:
             self.say(f"resumed at tick {self.parts.schedule.ticks:,}, {self.env_steps:,} env steps")
 
@@ -464,7 +476,7 @@ class Session:
             env, seed = self._env_beside() or build_env(self.ranks.share, self.config.eval.num_envs), self.config.seed
             policy = fresh_policy(self.config, self.parts.first.env.spec, env.spec.device)
             limits = step_limit(place), start_limit(place)
-            return Evaluator(env, policy, seeds(seed)["eval"], self.config.eval.epsilon, *limits)
+            return Evaluator(env, policy, seeds(seed)["eval"], self.config.eval, *limits)
 
     def _now(self) -> log.Row:
         return {"time/seconds": self.seconds, "steps/env": float(self.env_steps)}
@@ -554,15 +566,14 @@ class Session:
 
     def _evaluate_here(self) -> None:
         """Evaluate on the training environments."""
-        env, seed, epsilon = self.parts.first.env, seeds(self.config.seed)["eval"], self.config.eval.epsilon
+        env, seed = self.parts.first.env, seeds(self.config.seed)["eval"]
         policy, ended = fresh_policy(self.config, env.spec, env.spec.device), [0]
         policy.load_state_dict(snapshot(self.parts))
         with self.doing("evaluation", lambda: f"{ended[-1]} of {env.spec.num_envs} episodes"):
             place = self.config.placement
             with watching("the evaluation", start_limit(place), step_limit(place)):
-                outcome = run_episodes(
-                    env, policy, seed, epsilon=epsilon, staggered=staggered(self.config), ended=ended.append
-                )
+                options = {**options_of(self.config.eval), "staggered": staggered(self.config)}
+                outcome = run_episodes(env, policy, seed, ended=ended.append, **options)
         if not self.interrupted:
             self._record(EvaluationReport(self._now(), policy.state_dict(), outcome))
 
