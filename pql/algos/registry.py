@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -171,6 +172,15 @@ def seeds(seed: int) -> dict[str, int]:
     root = torch.Generator().manual_seed(seed)
     names = ("init", "env", "collector", "v", "p", "eval")
     return dict(zip(names, torch.randint(2**62, (len(names),), generator=root).tolist(), strict=True))
+
+
+def env_seed(seed: int, steps: int = 0) -> int:
+    """Return the seed of a run's simulator that begins new episodes after ``steps`` env steps of the run.
+
+    With the first seed again, a resumed run would repeat the initial states and goals of its beginning.
+    """
+    first = seeds(seed)["env"]
+    return first if steps == 0 else int(np.random.SeedSequence((first, steps)).generate_state(1, np.uint64)[0] >> 2)
 
 
 def own_seed(seed: int, number: int) -> int:

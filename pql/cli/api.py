@@ -70,12 +70,13 @@ def resume(
         RunError: the run failed.
     """
     from pql.config.compose import words_of
+    from pql.config.files import expanded
 
     if env is not None:
         from pql.contract.env import adapted, check_protocol
 
         check_protocol(env := adapted(env))
-    return launch(words_of(overrides), Path(run_dir).expanduser(), quiet, trust, env=env, callbacks=callbacks)
+    return launch(words_of(overrides), expanded("run", run_dir), quiet, trust, env=env, callbacks=callbacks)
 
 
 def evaluate(
@@ -86,18 +87,21 @@ def evaluate(
     device: str = "cpu",
     epsilon: float | None = None,
     trust: bool = False,
+    max_steps: int | None = None,
 ) -> dict[str, Any]:
     """Evaluate the policy of a run, checkpoint or export on whole episodes, as ``pql eval`` does. Writes nothing.
 
     Args:
         epsilon: share of random actions, if they are discrete; None: as in the run's evaluations.
         trust: accept a file that names code, a program or a path (docs/security.md).
+        max_steps: steps after which an episode is cut; None: as in the run's evaluations.
     Returns:
         ``return_mean``, ``return_median``, ``return_iqm``, ``return_std``, ``length_mean``, ``success`` (if the task
         defines it), ``returns`` and ``lengths`` of the single episodes, and the arguments.
     Raises:
         ConfigError: no policy there, a damaged one, or a number out of range.
     """
+    from pql.config.files import expanded
     from pql.config.validate import EPISODES, limits, resolve_device
 
     for key, value, allowed in (
@@ -105,13 +109,14 @@ def evaluate(
         ("episodes", episodes, EPISODES),
         ("seed", seed, limits("seed")),
         ("epsilon", epsilon, limits("eval.epsilon")),
+        ("max_steps", max_steps, limits("eval.max_steps")),
     ):
         allowed.check(key, value)
     device = resolve_device(device)
     from pql.run.evaluation import EvaluationPlan, evaluate_saved
 
-    plan = EvaluationPlan(num_envs, episodes, seed, device, epsilon, trust)
-    return evaluate_saved(Path(path).expanduser(), plan)
+    plan = EvaluationPlan(num_envs, episodes, seed, device, epsilon, trust, max_steps)
+    return evaluate_saved(expanded("run", path), plan)
 
 
 def report(
@@ -165,12 +170,14 @@ def _page(
     references: str | Path | None = None,
     points: Sequence[float] = (),
 ) -> dict[str, Any]:
+    from pql.config.files import expanded
     from pql.reports import write
 
     if not runs:
         raise ConfigError("run", None, "run directories")
-    folder, known = (None if path is None else Path(path).expanduser() for path in (out, references))
-    page, numbers = write([str(Path(run).expanduser()) for run in runs], folder, x, thresholds, single, known, points)
+    places = {"out": out, "references": references}
+    folder, known = (None if path is None else expanded(name, path) for name, path in places.items())
+    page, numbers = write([str(expanded("run", run)) for run in runs], folder, x, thresholds, single, known, points)
     return {"page": str(page), **numbers}
 
 

@@ -28,7 +28,15 @@ from pql.remote.fleet import command as fleet_command
 COMMANDS: dict[str, dict[str, type]] = {
     "train": {},
     "resume": {},
-    "eval": {"num_envs": int, "episodes": int, "seed": int, "device": str, "epsilon": float, "out": str},
+    "eval": {
+        "num_envs": int,
+        "episodes": int,
+        "seed": int,
+        "device": str,
+        "epsilon": float,
+        "max_steps": int,
+        "out": str,
+    },
     "play": {
         "episodes": int,
         "steps": int,
@@ -217,7 +225,9 @@ def parser() -> argparse.ArgumentParser:
     resume.set_defaults(run=run_resume)
     evaluate = sub.add_parser("eval", help="evaluate a policy: pql eval RUN|CHECKPOINT episodes=100")
     evaluate.add_argument("path", metavar="RUN|CHECKPOINT|EXPORT")
-    evaluate.add_argument("overrides", nargs="*", help="num_envs=16 episodes=16 seed=0 device=cpu epsilon=0 out=FILE")
+    evaluate.add_argument(
+        "overrides", nargs="*", help="num_envs=16 episodes=16 seed=0 device=cpu epsilon=0 max_steps=N out=FILE"
+    )
     add_trust(evaluate, "eval")
     evaluate.set_defaults(run=run_eval)
     compare = sub.add_parser("compare", help="compare runs on one page: pql compare RUN... x=env_steps out=DIR")
@@ -325,14 +335,16 @@ def run_train(args: argparse.Namespace) -> int:
 
 
 def run_resume(args: argparse.Namespace) -> int:
+    from pql.config.files import expanded
     from pql.engine.interrupt import Interrupt
 
     with Interrupt() as interrupt:
-        summary = launch(args.overrides, Path(args.run_dir), trust=args.trust, interrupt=interrupt)
+        summary = launch(args.overrides, expanded("run", args.run_dir), trust=args.trust, interrupt=interrupt)
     return 130 if summary.interrupted else 0
 
 
 def run_eval(args: argparse.Namespace) -> int:
+    from pql.config.files import expanded
     from pql.config.validate import EPISODES, limits, resolve_device
     from pql.run.evaluation import EvaluationPlan, evaluate_saved, evaluation_file
     from pql.run.log.console import Console
@@ -344,10 +356,11 @@ def run_eval(args: argparse.Namespace) -> int:
         ("episodes", EPISODES),
         ("seed", limits("seed")),
         ("epsilon", limits("eval.epsilon")),
+        ("max_steps", limits("eval.max_steps")),
     ):
         allowed.check(key, asked.get(key))
     device = resolve_device(asked["device"])
-    out = Path(asked["out"]).expanduser() if "out" in asked else None
+    out = expanded("out", asked["out"]) if "out" in asked else None
     if out:
         check_writable(out)  # before the episodes are run
     ended: list[int] = []
@@ -357,7 +370,7 @@ def run_eval(args: argparse.Namespace) -> int:
 
     with contextlib.closing(Console("pql eval", {})) as console, console.doing("evaluation", far):
         counts = (asked["num_envs"], asked["episodes"], asked["seed"])
-        plan = EvaluationPlan(*counts, device, asked.get("epsilon"), args.trust)
+        plan = EvaluationPlan(*counts, device, asked.get("epsilon"), args.trust, asked.get("max_steps"))
         row = evaluate_saved(Path(args.path), plan, ended.append)
     path, lost = out or evaluation_file(Path(row["checkpoint"]), row["seed"], row["episodes"]), None
     try:  # first: the reader of the output may leave
@@ -415,6 +428,7 @@ def print_evaluation(row: dict[str, Any]) -> None:
 
 def run_report(args: argparse.Namespace) -> int:
     from pql import reports
+    from pql.config.files import expanded
 
     runs = [
         w for w in args.words if "=" not in w or os.path.exists(os.path.expanduser(w))
@@ -423,8 +437,8 @@ def run_report(args: argparse.Namespace) -> int:
     if not runs or (args.single and len(runs) > 1):
         raise ConfigError("run", " ".join(runs) or None, "one run directory" if args.single else "run directories")
     levels, points = (asked.get(key, []) for key in ("thresholds", "at"))
-    out = Path(asked["out"]).expanduser() if "out" in asked else None
-    references = Path(asked["references"]).expanduser() if "references" in asked else None
+    out = expanded("out", asked["out"]) if "out" in asked else None
+    references = expanded("references", asked["references"]) if "references" in asked else None
     with within(deadlines.REPORT, "the report", "a report"):
         path, numbers = reports.write(runs, out, asked.get("x", "seconds"), levels, args.single, references, points)
     reports.tell(numbers)
@@ -458,12 +472,13 @@ def run_sweep(args: argparse.Namespace) -> int:
 
 
 def run_watch(args: argparse.Namespace) -> int:
+    from pql.config.files import expanded
     from pql.reports.watch.server import PORT, watch
 
     asked = {"port": PORT, "open": False} | parse_pairs(args.overrides, COMMANDS["watch"])
     obey_interrupts()
     check_port(asked["port"])
-    watch(Path(args.path).expanduser(), asked["port"], asked["open"])
+    watch(expanded("run", args.path), asked["port"], asked["open"])
     return 0
 
 

@@ -14,6 +14,7 @@ from pql.cli.sweep_values import Space, parse_space
 from pql.cli.tables import table
 from pql.config import Config, from_dict, leaves
 from pql.config.compose import compose, split_word
+from pql.config.files import expanded
 from pql.errors import ConfigError, show
 from pql.run.store import run_dir as rundir
 
@@ -76,7 +77,7 @@ def plan(words: Sequence[str]) -> tuple[Path, list[Job]]:
             settings[key] = value
     options = [value.values if isinstance(value, Space) else (value,) for value in settings.values()]
     swept = [key for key, value in settings.items() if isinstance(value, Space) and key not in NAMED]
-    root, jobs = Path(folder).expanduser(), dict[str, Job]()
+    root, jobs = expanded("multirun_dir", folder), dict[str, Job]()
     for combination in itertools.product(*options):
         chosen = dict(zip(settings, combination, strict=True))
         job = make_job(root, chosen, swept)

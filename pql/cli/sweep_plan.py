@@ -9,6 +9,7 @@ from typing import Any
 from pql.cli.sweep_values import Space, parse_space
 from pql.config import Config
 from pql.config.compose import BATCH, FREE, compose, known_settings, split_word, whole_numbers
+from pql.config.files import expanded
 from pql.config.layers import GROUPS
 from pql.errors import ConfigError, nearest
 
@@ -93,7 +94,7 @@ def make_plan(words: Sequence[str]) -> Plan:
     if not low.eval.final:
         raise ConfigError("eval.final", False, "true: a trial's value is that of its final evaluation")
     folder = settings.sweep_dir or f"runs/sweep-{low.task.name}-{low.algo.name}"
-    return Plan(dataclasses.replace(settings, prune=axis(settings, low)), run, Path(folder).expanduser())
+    return Plan(dataclasses.replace(settings, prune=axis(settings, low)), run, expanded("sweep_dir", folder))
 
 
 def check_known_setting(key: str, word: str) -> None:

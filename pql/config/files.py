@@ -1,6 +1,6 @@
 """Safe reading of untrusted JSON, YAML and safetensors headers, with limits on size and depth.
 
-Every function returns a value or raises a short ``ValueError``, in bounded time and memory.
+Every function that reads returns a value or raises a short ``ValueError``, in bounded time and memory.
 """
 
 import json
@@ -9,11 +9,28 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pql.errors import ConfigError
+
 JSON_BYTES = 16 << 20
 YAML_BYTES = 256 << 10
 HEADER_BYTES = 4 << 20  # of a safetensors file: some 40,000 tensors
 DEPTH = 64  # of nested lists and mappings
 VALUES = 1_000_000
+
+
+def expanded(setting: str, path: str | Path) -> Path:
+    """Return the path with a leading ``~`` or ``~user`` replaced by that user's home directory.
+
+    Args:
+        setting: name of the setting or argument, for errors.
+    Raises:
+        ConfigError: there is no such user, or none with a home directory.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        user = Path(path).parts[0]
+        raise ConfigError(setting, path, f"a path whose {user} is a home directory on this machine") from None
 
 
 def read_bytes(path: Path, most: int) -> bytes:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pql.config.families import GROUP
+from pql.config.files import expanded
 from pql.contract.plugins import entry_points
 from pql.contract.registry import env_names
 from pql.errors import ConfigError, nearest
@@ -41,9 +42,9 @@ class Presets:
 
     def __init__(self, folders: Sequence[str | Path] = ()):
         for folder in folders:
-            if not Path(folder).expanduser().is_dir():
+            if not expanded("presets", folder).is_dir():
                 raise ConfigError("presets", folder, "a folder with presets: algo/NAME.yaml, tuned/TASK/ALGO.yaml, ...")
-        self.folders = [*(Path(f).expanduser() for f in folders), Path(__file__).with_name("presets")]
+        self.folders = [*(expanded("presets", f) for f in folders), Path(__file__).with_name("presets")]
 
     @cached_property
     def plugins(self) -> dict[str, Path]:
@@ -163,7 +164,7 @@ class Presets:
 
     def _path(self, group: str, name: str) -> Path | None:
         if name.endswith(".yaml"):
-            path = Path(name).expanduser()
+            path = expanded(group, name)
             return path if path.exists() else None
         found = [p for folder in self.folders if (p := folder / group / f"{name}.yaml").exists()]
         if not found and group == "algo":

@@ -162,6 +162,12 @@ class EvalConfig:
     )
     final: bool = setting(True, "Evaluate at the end of the run.")
     epsilon: float = setting(0.0, "Probability of a random action, for discrete actions.", low=0, high=1)
+    max_steps: int | None = setting(
+        None,
+        "Steps after which an evaluation cuts an episode; null: the task's time limit, or 100,000 without one.",
+        low=1,
+        high=10_000_000,
+    )
     video_every_seconds: float | None = setting(
         None, "Interval between videos of an episode (tasks that render); null: none.", above=0, high=1e9
     )

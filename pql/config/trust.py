@@ -20,6 +20,10 @@ NAMING = (PYTHON, "task.name", "task.id", "task.game", "task.model", "task.kwarg
 """Settings that can name these."""
 FOREIGN_KEYWORDS = {"isaacgym": ("overrides",)}  # keywords read by the configuration of another program
 
+OWN_FOLDERS = ("checkpoints", "dumps", "evaluations", "export", "report", "tensorboard", "videos")
+"""Folders of a run directory from which pql reads, or to which it writes."""
+TRACKERS = ("swanlab", "wandb")  # folders of other programs in which pql has one file: ``trackers.own_id``
+
 TEXT = re.compile(r"(?!.*\.\.)([\w.+(\[-][\w .,;+=()\[\]'!?%*<>&/-]*)?")
 """Texts that a file may give to a task. Without ``:`` nothing can be imported: all that import by name split there.
 Nor is any of these an absolute path, or one that leads upwards."""
@@ -59,21 +63,30 @@ def names_foreign_code(config: Config) -> bool:
 
 
 def check_links(run: Path, *names: str) -> None:
-    """Raises ``ConfigError`` for a symbolic link out of a run directory where a command is about to write: in a run of
-    somebody else it would lead astray.
+    """Raises ``ConfigError`` for a symbolic link out of a run directory where a command is about to read or write: in a
+    run of somebody else it would lead astray.
 
     Args:
-        names: of the folders that it writes to; none: all of it.
+        names: of the folders that it writes to; none: all that a run writes. Folders of loggers, which make links of
+            their own, are not looked through; pql writes nothing through those.
     """
     inside = run.resolve()
-    for folder in [run / name for name in names] or [inside]:
-        below = (Path(root) / name for root, *parts in os.walk(folder) for name in (*parts[0], *parts[1]))
-        for path in chain([folder], below):
-            if path.is_symlink() and not path.resolve().is_relative_to(inside):
-                what = (
-                    f"a run directory without links to elsewhere; {path} is one. --trust (report: out=FOLDER) allows it"
-                )
-                raise ConfigError("run", run, what)
+    folders = [inside / name for name in names or OWN_FOLDERS]
+    used = (*OWN_FOLDERS, *TRACKERS)
+    top = [] if names else [path for path in inside.iterdir() if path.name in used or not path.is_dir()]
+    walks = (os.walk(folder) for folder in folders)
+    below = (Path(root) / name for walk in walks for root, *parts in walk for name in (*parts[0], *parts[1]))
+    for path in chain(folders, top, below):
+        if path.is_symlink() and _leads_astray(path.resolve(), inside):
+            what = f"a run directory without links to elsewhere; {path} is one. --trust (report: out=FOLDER) allows it"
+            raise ConfigError("run", run, what)
+
+
+def _leads_astray(target: Path, inside: Path) -> bool:
+    """Return True if a link's target is out of the run, or a folder of it that is not looked through."""
+    if not target.is_relative_to(inside):
+        return True
+    return target.is_dir() and target.relative_to(inside).parts[:1] not in [(name,) for name in OWN_FOLDERS]
 
 
 def _refuse(found: Iterator[tuple[str, Any]], source: object, given: Collection[str]) -> None:

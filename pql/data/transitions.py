@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from pql.config.files import check_header
+from pql.config.files import check_header, expanded
 from pql.contract.env import ObsSpec
 from pql.data import tensorfile
 from pql.data.flags import NEXT_FIRST, TERMINATED, TRUNCATED, VALID
@@ -38,7 +38,7 @@ def save_replay(replay: Replay, path: str | Path) -> None:
     Raises:
         OSError: it cannot be written; an existing file is kept.
     """
-    path = Path(path).expanduser()
+    path = expanded("path", path)
     temporary = path.with_name(f".writing-{path.name}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -151,10 +151,11 @@ def read_transitions(
         whole: groups before the ring reduces their images. The file may have these, too.
     """
     try:
-        check_header(Path(path).expanduser())
-        data = load_file(Path(path).expanduser())
-        with safe_open(Path(path).expanduser(), "pt") as file:
-            older = (file.metadata() or {}).get("format") == "pql-replay-1"
+        file = expanded(setting, path)
+        check_header(file)
+        data = load_file(file)
+        with safe_open(file, "pt") as opened:
+            older = (opened.metadata() or {}).get("format") == "pql-replay-1"
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(setting, path, f"a safetensors file ({error})") from error
 

@@ -7,6 +7,7 @@ what faulthandler writes into a pipe.
 
 import contextlib
 import faulthandler
+import glob
 import os
 import subprocess
 import sys
@@ -42,9 +43,10 @@ def name_thread(name: str) -> None:
     _state(f"thread {threading.get_ident():x} {name}")
 
 
-def name_run(folder: object) -> None:
-    """Name the run directory in the last line of a crash."""
+def name_run(folder: object, command: str) -> None:
+    """Name the run directory, and the command that continues the run, for the last line of a crash."""
     _state(f"run {os.path.abspath(str(folder))}")
+    _state(f"command {command}")
 
 
 def _state(fact: str) -> None:
@@ -55,12 +57,14 @@ def _state(fact: str) -> None:
 
 def last_line(lines: Iterable[bytes], speaker: str) -> str | None:
     """Print what faulthandler writes until the process ends. Return the last line; None if it has not crashed."""
-    threads, run, cause, crashed = dict[str, str](), "", "", ""
+    threads, run, command, cause, crashed = dict[str, str](), "", "", "", ""
     for line in lines:
         if line.startswith(FACT):
             kind, _, rest = line[1:].decode(errors="replace").rstrip("\n").partition(" ")
             if kind == "run":
                 run = rest
+            elif kind == "command":
+                command = rest
             else:
                 ident, _, name = rest.partition(" ")
                 threads[ident] = name
@@ -74,7 +78,8 @@ def last_line(lines: Iterable[bytes], speaker: str) -> str | None:
             crashed = threads.get(text.split()[2].removeprefix("0x").lstrip("0"), "a thread of a library")
     if not cause:
         return None
-    advice = f"; continue with: pql resume {run}" if run else ""
+    saved = run and glob.glob(os.path.join(glob.escape(run), "checkpoints", "tick-*"))
+    advice = f"; continue with: {command}" if saved else "; nothing had been saved" if run else ""
     return f"{speaker}: {crashed or 'a thread without Python code'} crashed: {cause}; its stack is above{advice}"
 
 

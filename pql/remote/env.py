@@ -9,13 +9,13 @@ Source: Espeholt et al. 2020 (SEED RL), section 3.
 
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pql.config.files import expanded
 from pql.contract.env import EnvSpec, ObsSpec
 from pql.contract.spec_json import action_of
 from pql.engine import deadlines, interrupt
@@ -82,7 +82,7 @@ class Remote:
         self.timeout, self.task = float(timeout), task
         self.table = SlotTable(num_envs, 1, wait)
         self._evaluation = SlotTable(eval_envs) if eval_envs else None
-        cert_file, key_file = (None if v is None else Path(v).expanduser() for v in (cert, key))
+        cert_file, key_file = (None if v is None else expanded(k, v) for k, v in (("cert", cert), ("key", key)))
         secret = read_token("token_file", token_file)
         self.server = ActorServer(
             listen,

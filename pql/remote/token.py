@@ -37,8 +37,10 @@ def read_file(setting: str, file: str | Path, holds: bytes = b"") -> bytes:
     Raises:
         ConfigError: it cannot be read, or does not contain them.
     """
+    from pql.config.files import expanded  # here: the command line imports this module at its start
+
     try:
-        data = Path(file).expanduser().read_bytes()
+        data = expanded(setting, file).read_bytes()
     except OSError as error:
         raise ConfigError(setting, file, f"a file that can be read ({error.strerror})") from error
     if holds not in data:

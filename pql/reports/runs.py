@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from pql.config import AlgoConfig, from_dict
 from pql.config.families import record_of
-from pql.config.files import YAML_BYTES, read_bytes, read_json
+from pql.config.files import YAML_BYTES, expanded, read_bytes, read_json
 from pql.config.schema import nested
 from pql.engine.watchdog import touch
 from pql.errors import ConfigError, nearest, show
@@ -81,7 +81,7 @@ def find(words: Sequence[str]) -> tuple[list[Path], list[str]]:
     found: dict[Path, Path] = {}
     notes = []
     for word in words:
-        path = Path(word).expanduser()
+        path = expanded("run", word)
         if not path.is_dir():
             around = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
             raise ConfigError("run", word, f"a run directory, or a folder of runs{nearest(path.name, around)}")

@@ -12,11 +12,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pql.algos.registry import seeds
+from pql.algos.registry import env_seed
 from pql.collect import saturation
 from pql.collect.collector import Collector
 from pql.config import Config
 from pql.contract.env import VecEnv, preparation
+from pql.contract.optional import Resumable, supports
 from pql.data.normalize import Moments
 from pql.data.replay import Cursor
 from pql.engine.collectives import ALONE, Group
@@ -120,11 +121,16 @@ class Parts:
         """Return what :meth:`prepare` is doing, in words. Other threads may call it."""
         return next((text for one in self.replicas if (text := preparation(one.env))), "")
 
-    def start(self) -> None:
-        """Reset the simulators, each with its own seed."""
+    def start(self, resumed_at: int = 0) -> None:
+        """Reset the simulators, each with its own seed.
+
+        Args:
+            resumed_at: env steps of a resumed run. They change the seed of a simulator that cannot restore its state.
+        """
         with self._starting(f"the reset of {self.first.env.spec.name}"):
             for one in self.replicas:
-                one.collector.start(seeds(one.config.seed)["env"])
+                steps = 0 if supports(one.env, Resumable) else resumed_at
+                one.collector.start(env_seed(one.config.seed, steps))
                 touch()
 
     def warm_up(self, steps: int, going: Callable[[], bool] = lambda: True) -> bool:

@@ -1,8 +1,10 @@
 """Greedy evaluation: a fixed number of episodes per environment, on separate environments, during the run."""
 
+import math
 import queue
 import statistics
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -12,18 +14,19 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from pql.config.schema import EvalConfig
 from pql.contract.env import Box, Discrete, EnvSpec, MultiDiscrete, VecEnv, make_ready
 from pql.engine import crash, deadlines, watchdog
 from pql.engine.deadlines import Limit, idle_get, start_limit, step_limit
 from pql.engine.graph import clone_state
 from pql.engine.placement import set_precision
 from pql.engine.watchdog import Watch
-from pql.errors import ConfigError, HungError
+from pql.errors import ConfigError, HungError, PqlWarning
 from pql.run.policy import Policy, Stored, open_stored
 from pql.run.store.checkpoint import home
 from pql.types import Obs
 
-LONGEST = 100_000  # step limit for environments without a time limit
+LONGEST = 100_000  # steps of an episode, if neither the task nor the user sets a limit
 CHECK_EVERY = 64  # steps between checks for the end of all episodes (a check is a host sync)
 
 
@@ -91,6 +94,7 @@ def run_episodes(
     epsilon: float = 0.0,
     staggered: bool = False,
     ended: Callable[[int], object] = lambda count: None,
+    max_steps: int | None = None,
 ) -> Evaluation:
     """Run complete episodes after a reset with ``seed``: the first of every environment, or ``episodes`` in all.
 
@@ -105,10 +109,10 @@ def run_episodes(
         epsilon: probability of a random action, for discrete actions; drawn from ``seed``.
         staggered: a reset starts in the middle of episodes; these are not counted, the next ones are.
         ended: called from time to time with the number of episodes that have ended.
+        max_steps: steps after which an episode is cut; None: ``LONGEST``, if the environment has no time limit. If it
+            has none, an environment whose episode was cut contributes no later ones: they might never begin.
     Returns:
-        All first episodes in the order of the environments, then all second ones, etc. If an environment without a
-        time limit does not end an episode within ``LONGEST`` steps, the episode is cut there, and that environment
-        contributes no later ones.
+        All first episodes in the order of the environments, then all second ones, etc.
     Raises:
         StoppedError: ``stop`` was set.
     """
@@ -130,9 +134,11 @@ def run_episodes(
     sums = torch.zeros(len(named), dtype=torch.float64, device=device)  # sums of logged values over counted rows
     live = (quota > 0) & (not staggered)  # inside a counted episode
     there = torch.zeros_like(live)  # has made a step: a slot for remote actors may be empty
-    longest = env.spec.max_episode_steps or LONGEST
-    longest += env.spec.autoreset == "next_step"  # there a filler row marks the end
-    for i in range(1, (most + staggered) * longest + 1):
+    declared, filler = env.spec.max_episode_steps, env.spec.autoreset == "next_step"  # a filler row marks the end
+    cap = max_steps or (math.inf if declared else LONGEST)
+    between = (declared or int(cap)) + filler  # rows until the next episode begins
+    last = int(min(declared or cap, cap)) + filler  # of the last one
+    for i in range(1, (most - 1 + staggered) * between + last + 1):
         if stop is not None and stop.is_set():
             raise StoppedError
         action = explore(policy(obs))
@@ -141,17 +147,21 @@ def run_episodes(
         watchdog.stepped()
         success = (step.log["success"] > 0).float() if judged else torch.zeros_like(step.reward)
         row = torch.stack([step.reward, torch.ones_like(step.reward), success])
-        counts = live & step.valid
+        full = running[1] >= cap
+        counts = live & step.valid & ~full
         running += torch.where(counts, row, 0)
         if named:
             logged = torch.stack([step.log[name].double() for name in named])
             sums += torch.where(counts, logged, 0.0).sum(1)
         there |= step.valid
-        over = live & step.first & (running[1] > 0)  # the filler row that a new actor begins with ends nothing
+        cut = live & step.valid & full & ~step.first
+        over = live & step.first & (running[1] > 0) | cut  # the filler row that a new actor begins with ends nothing
+        if declared is None:
+            quota = torch.where(cut, count + 1, quota)
         done = torch.where(over[:, None] & (place == count[:, None]), running[..., None], done)
         count += over
         running = torch.where(over, 0, running)
-        live = (live | step.first) & (count < quota)
+        live = (live & ~cut | step.first) & (count < quota)
         obs = step.obs
         forget(step.first)
         if i % CHECK_EVERY == 0:
@@ -166,6 +176,18 @@ def run_episodes(
     steps = max(sum(lengths), 1.0)
     terms = dict(zip(named, (total / steps for total in sums.tolist()), strict=True))
     return Evaluation(returns, lengths, [rows > 0 for rows in successes] if judged else None, terms)
+
+
+def options_of(settings: EvalConfig) -> dict[str, Any]:
+    """Return the keywords of :func:`run_episodes` that a run's settings give."""
+    return {"epsilon": settings.epsilon, "max_steps": settings.max_steps}
+
+
+def limit_note(spec: EnvSpec, max_steps: int | None) -> str | None:
+    """Return what a user should know before an evaluation with nobody's limit; None if there is one."""
+    if spec.max_episode_steps is not None or max_steps is not None:
+        return None
+    return f"{spec.name} has no time limit: evaluations cut its episodes after {LONGEST:,} steps (eval.max_steps)"
 
 
 def random_actions(env: VecEnv, epsilon: float, seed: int) -> Callable[[Tensor], Tensor]:
@@ -213,6 +235,7 @@ class Evaluator:
     Create it before the first tick: ``env`` is prepared here, so that no graph is captured while the run is training.
 
     Args:
+        settings: of the run's evaluations.
         step, start: seconds without progress after which an evaluation counts as hung, and the same before its first
             step; None: no limit.
     """
@@ -222,13 +245,14 @@ class Evaluator:
         env: VecEnv,
         policy: Policy,
         seed: int,
-        epsilon: float = 0.0,
+        settings: EvalConfig | None = None,
         step: Limit | None = None,
         start: Limit | None = None,
     ):
         self.step, self.start = step, start or step
         self.watch: Watch | None = None  # of the current evaluation
-        self.env, self.policy, self.seed, self.epsilon = env, policy, seed, epsilon
+        self.env, self.policy, self.seed = env, policy, seed
+        self._options = {**options_of(settings or EvalConfig()), "ended": self._count}
         make_ready(env)
         self.dropped = 0
         self.ended = 0  # episodes of the current evaluation that had ended at the last check
@@ -263,9 +287,7 @@ class Evaluator:
             outcome: Evaluation | BaseException
             try:
                 with torch.cuda.stream(self._stream), self._watched():  # it ends in a host read: the stream is idle
-                    outcome = run_episodes(
-                        self.env, self.policy, self.seed, self._stop, epsilon=self.epsilon, ended=self._count
-                    )
+                    outcome = run_episodes(self.env, self.policy, self.seed, self._stop, **self._options)
             except BaseException as error:
                 outcome = error
             # A copy: the next request may come before this report is read.
@@ -310,6 +332,7 @@ class EvaluationPlan:
 
     Attributes:
         epsilon: probability of a random action; None: as in evaluations of the run.
+        max_steps: steps after which an episode is cut; None: as in evaluations of the run.
         trust: accept runs whose settings name code, programs or paths (``docs/security.md``).
     """
 
@@ -319,6 +342,7 @@ class EvaluationPlan:
     device: str = "cpu"
     epsilon: float | None = None
     trust: bool = False
+    max_steps: int | None = None
 
 
 def evaluate_saved(
@@ -340,8 +364,11 @@ def evaluate_saved(
     set_precision(config.placement)
     num_envs = min(plan.num_envs, plan.episodes)
     epsilon = config.eval.epsilon if plan.epsilon is None else plan.epsilon
+    max_steps = plan.max_steps or config.eval.max_steps
     with watchdog.guarded():
-        result = _play(stored, num_envs, plan.seed, episodes=plan.episodes, epsilon=epsilon, ended=ended)
+        result = _play(
+            stored, num_envs, plan.seed, episodes=plan.episodes, epsilon=epsilon, ended=ended, max_steps=max_steps
+        )
     return {
         "checkpoint": str(found),
         "task": config.task.title,
@@ -367,6 +394,8 @@ def _play(stored: Stored, num_envs: int, seed: int, **options: Any) -> Evaluatio
     :func:`run_episodes`."""
     start, step = start_limit(stored.config.placement), step_limit(stored.config.placement)
     env = stored.make_env(num_envs)
+    if note := limit_note(env.spec, options["max_steps"]):
+        warnings.warn(note, PqlWarning, stacklevel=3)
     try:
         with watchdog.watching("the evaluation", start, step):
             return run_episodes(env, stored.policy, seed, **options)

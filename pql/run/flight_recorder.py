@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pql.config import Config, from_dict
+from pql.config.files import expanded
 from pql.config.trust import check_task
 from pql.contract.env import VecEnv
 from pql.contract.optional import PartialReset, Resumable, supports
@@ -70,6 +71,7 @@ def dump(path: Path, config: Config, collector: "Collector", counters: dict[str,
         "out": collector.quarantine.out,
     }
     facts = {**config_entries(config), "spec": spec_to_dict(collector.env.spec), "seed": config.seed}
+    path.parent.mkdir(parents=True, exist_ok=True)
     checkpoint.save(path, tree, {"kind": "dump", "counters": counters, **facts})
 
 
@@ -85,7 +87,7 @@ def replay(path: str | Path, env: VecEnv | None = None, trust: bool = False) -> 
     """
     from pql.run.task import build_env
 
-    found, manifest = checkpoint.load(Path(path).expanduser(), ("dump",))
+    found, manifest = checkpoint.load(expanded("dump", path), ("dump",))
     config = from_dict(manifest["config"])
     if env is None and not trust:
         check_task(config, path)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from pql.config import Config
+from pql.config.files import expanded
 from pql.config.schema import TaskConfig
 from pql.config.validate import EPISODES, STEPS, limits, resolve_device
 from pql.contract.env import VecEnv, find_factory
@@ -66,7 +67,7 @@ def record_video(
     imageio: Any = importlib.import_module("imageio.v2")
     frames, size = 0, (0, 0)
     with Stage(path, seed, device, trust) as stage:
-        file = Path(out).expanduser() if out is not None else stage.default_file()
+        file = expanded("out", out) if out is not None else stage.default_file()
         if file.suffix != ".mp4":
             raise ConfigError("out", file, "a file name that ends in .mp4")
         every, fps = cadence(stage.env.spec.info.get("dt"))
@@ -141,10 +142,11 @@ class Stage:
 
     def run(self, episodes: int, steps: int | None) -> Iterator[int]:
         """Yield t before each step, when the rendered state is the one acted in."""
-        env, limit = self.env, self.env.spec.max_episode_steps or LONGEST
+        env, declared = self.env, self.env.spec.max_episode_steps
+        rows = LONGEST if declared is None else declared + (env.spec.autoreset == "next_step")  # a filler row ends it
         obs, state = env.reset(self.seed), self.policy.initial_state(1)
         total, length = 0.0, 0
-        for t in range(episodes * (limit + 1) if steps is None else steps):
+        for t in range(episodes * rows if steps is None else steps):
             yield t
             action, state = self.policy.act(obs, state)
             step = env.step(action)

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from pql.config import Config, PlacementConfig, from_dict, leaves
 from pql.config.fields import reads, settings
+from pql.config.files import expanded
 from pql.config.trust import NETWORKS, check_links, check_networks, check_task
 from pql.contract.env import EnvSpec, VecEnv
 from pql.contract.spec_json import spec_from_dict, spec_to_dict
@@ -130,7 +131,7 @@ def open_stored(path: str | Path, device: str | torch.device = "cpu", trust: boo
 
 
 def _open(path: str | Path, device: str | torch.device, trust: bool) -> Stored:
-    file = Path(path).expanduser()
+    file = expanded("run", path)
     if file.suffix in EXPORTS:
         from pql.run.export.policy import ExportedPolicy
 

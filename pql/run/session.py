@@ -1,6 +1,5 @@
 """A run: budget, log, evaluations, checkpoints and callbacks around the tick."""
 
-import shlex
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -8,11 +7,13 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import partial
 from pathlib import Path
 
+from torch import Tensor
+
 from pql.algos.registry import seeds
 from pql.collect.prefill import prefill
 from pql.config import Config
 from pql.config.fields import reads
-from pql.config.trust import names_foreign_code
+from pql.config.files import expanded
 from pql.contract.env import VecEnv
 from pql.contract.optional import Measured, Resumable, WithEvaluation, supports
 from pql.contract.spec_json import spec_to_dict
@@ -24,7 +25,16 @@ from pql.errors import ConfigError, PqlWarning, RunError, first_line
 from pql.run.build import build
 from pql.run.callbacks import as_callbacks
 from pql.run.components import Parts
-from pql.run.evaluation import Evaluation, EvaluationReport, Evaluator, StoppedError, check_acting_epsilon, run_episodes
+from pql.run.evaluation import (
+    Evaluation,
+    EvaluationReport,
+    Evaluator,
+    StoppedError,
+    check_acting_epsilon,
+    limit_note,
+    options_of,
+    run_episodes,
+)
 from pql.run.flight_recorder import dumping
 from pql.run.guard import FrozenPolicy, NonFiniteMonitor, naming_memory, short_of_memory
 from pql.run.log import sinks as log
@@ -40,7 +50,7 @@ from pql.run.store import run_dir as rundir
 from pql.run.store.archive import Archive
 from pql.run.store.claim import Claim
 from pql.run.store.manifest import check_storable
-from pql.run.store.run_dir import Summary
+from pql.run.store.run_dir import Summary, command
 from pql.run.task import build_env, staggered
 
 Callback = Callable[["Session", log.Row], None]
@@ -116,10 +126,10 @@ class Session:
             opened.callback(self.console.close)
         self._make_parts(opened)
         if resume:
-            with self.doing("loading the resume point"):
-                ticks = self._load()
+            ticks = self._continue()
         else:
             ticks = 0
+            self._start()
             self._start_new(overrides)
         resumed_at = self.env_steps if resume else None
         if self.console and ranks.first:
@@ -147,7 +157,7 @@ class Session:
         self._say_more()
 
     def _make_parts(self, opened: ExitStack) -> None:
-        """Build simulators, networks and workers, ready for the first step."""
+        """Build simulators, networks and workers, ready for the first reset."""
         with self.doing("building the simulator and the networks"):
             with watching(f"building {self.config.task.title}", start_limit(self.config.placement)):
                 self.parts: Parts = _build(self.ranks.share, self.given_env)
@@ -159,14 +169,16 @@ class Session:
             self.console.progress.now = self._now
         with self.doing("compiling", self.parts.preparation):
             self.parts.prepare()
+
+    def _start(self) -> None:
         with self.doing("resetting the simulator"):
-            self.parts.start()
+            self.parts.start(self.env_steps)
 
     def _start_new(self, overrides: Sequence[str]) -> None:
         """Prepare a new run: initial weights, prefilled data and the run directory."""
         config, ranks = self.config, self.ranks
         if config.init_from:
-            init_from(self.parts, Path(config.init_from).expanduser())
+            init_from(self.parts, expanded("init_from", config.init_from))
         if config.replay.prefill:
             with self.doing(f"reading {config.replay.prefill}"):
                 taken = prefill(self.parts.first.collector, config.replay.prefill, ranks.rank, ranks.size)
@@ -205,21 +217,30 @@ class Session:
             self.say(f"replay starts with {self.prefilled:,} transitions of {self.config.replay.prefill}")
         if not self.parts.schedule.reproducible:
             self.say("replicas run free: the same seed would give other bits (algo.central.order=turns repeats them)")
+        wanted = self.config.eval.final or self.config.eval.every_seconds is not None
+        if wanted and (note := limit_note(self.parts.first.env.spec, self.config.eval.max_steps)):
+            self.say(note)
         if self._resumed:
             self.say(f"resumed at tick {self.parts.schedule.ticks:,}, {self.env_steps:,} env steps")
 
     def _hold(self, opened: ExitStack, claim: Claim) -> Path:
         """Hold the claim of the run directory until ``opened`` is closed."""
         self._held = opened.enter_context(claim)
-        crash.name_run(claim.path)
+        crash.name_run(claim.path, command("resume", claim.path.absolute(), self.config))
         return claim.path
 
-    def _load(self) -> int:
-        """Restore the newest intact resume point; return its ticks."""
-        tensors, manifest = self.ranks.resume_point(self.checkpoints)
-        check_finite(tensors, manifest)
-        parts, counters = self.parts, manifest["counters"]
-        parts.load_counters(counters)
+    def _continue(self) -> int:
+        """Start from the newest intact resume point; return its ticks."""
+        with self.doing("loading the resume point"):
+            tensors, manifest = self.ranks.resume_point(self.checkpoints)
+            check_finite(tensors, manifest)
+            self.parts.load_counters(manifest["counters"])
+        self._start()
+        with self.doing("loading the resume point"):
+            return self._load(tensors, manifest["counters"])
+
+    def _load(self, tensors: dict[str, Tensor], counters: dict[str, float]) -> int:
+        parts = self.parts
         parts.load_state_dict(checkpoint.unflatten(tensors, parts.state_dict()))
         self.seconds = counters["seconds"]
         if not supports(parts.first.env, Resumable):
@@ -306,11 +327,10 @@ class Session:
         except Exception as error:
             if "checkpoints" not in vars(self) or isinstance(error, ConfigError):  # nothing has changed
                 raise
-            run = shlex.quote(str(self.run_dir)) + " --trust" * names_foreign_code(self.config)
             if checkpoint.resume_points(self.checkpoints):
-                error.add_note(f"to continue: pql resume {run}")
+                error.add_note(f"to continue: {command('resume', self.run_dir, self.config)}")
             elif (self.checkpoints / "last").exists():
-                error.add_note(f"its last policy is kept: pql eval {run}")
+                error.add_note(f"its last policy is kept: {command('eval', self.run_dir, self.config)}")
             else:
                 error.add_note("nothing had been saved")
             if self.console:
@@ -456,7 +476,7 @@ class Session:
             env, seed = self._env_beside() or build_env(self.ranks.share, self.config.eval.num_envs), self.config.seed
             policy = fresh_policy(self.config, self.parts.first.env.spec, env.spec.device)
             limits = step_limit(place), start_limit(place)
-            return Evaluator(env, policy, seeds(seed)["eval"], self.config.eval.epsilon, *limits)
+            return Evaluator(env, policy, seeds(seed)["eval"], self.config.eval, *limits)
 
     def _now(self) -> log.Row:
         return {"time/seconds": self.seconds, "steps/env": float(self.env_steps)}
@@ -546,15 +566,14 @@ class Session:
 
     def _evaluate_here(self) -> None:
         """Evaluate on the training environments."""
-        env, seed, epsilon = self.parts.first.env, seeds(self.config.seed)["eval"], self.config.eval.epsilon
+        env, seed = self.parts.first.env, seeds(self.config.seed)["eval"]
         policy, ended = fresh_policy(self.config, env.spec, env.spec.device), [0]
         policy.load_state_dict(snapshot(self.parts))
         with self.doing("evaluation", lambda: f"{ended[-1]} of {env.spec.num_envs} episodes"):
             place = self.config.placement
             with watching("the evaluation", start_limit(place), step_limit(place)):
-                outcome = run_episodes(
-                    env, policy, seed, epsilon=epsilon, staggered=staggered(self.config), ended=ended.append
-                )
+                options = {**options_of(self.config.eval), "staggered": staggered(self.config)}
+                outcome = run_episodes(env, policy, seed, ended=ended.append, **options)
         if not self.interrupted:
             self._record(EvaluationReport(self._now(), policy.state_dict(), outcome))
 
@@ -620,8 +639,7 @@ class Session:
             self.console.close()
         seconds, ticks = self.seconds - begun["seconds"], int(self.parts.schedule.ticks - begun["ticks"])
         kept = (self.checkpoints / "last").exists(), bool(checkpoint.resume_points(self.checkpoints))
-        code = names_foreign_code(self.config)
-        self.say(closing_words(summary, self.parts.busy(), seconds, ticks, self.config.budget, kept, code))
+        self.say(closing_words(summary, self.parts.busy(), seconds, ticks, self.config, kept))
         if self.archive.missing and self.ranks.first:
             lost = "; ".join(f"{what} ({why})" for what, why in self.archive.missing.items())
             raise RunError(f"the run has come to its end, but not all of it could be kept in {self.run_dir}: {lost}")

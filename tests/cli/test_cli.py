@@ -104,11 +104,38 @@ def test_a_mistake_is_one_line_and_status_2(capsys, tmp_path, monkeypatch, argv,
 
 
 @pytest.mark.parametrize(
+    ("setting", "argv"),
+    [
+        ("run_dir", ["train", "task=pendulum", "run_dir={}"]),
+        ("init_from", ["train", "task=pendulum", "device=cpu", "init_from={}"]),
+        ("replay.prefill", ["train", "task=pendulum", "device=cpu", "replay.prefill={}"]),
+        ("presets", ["train", "task=pendulum", "--presets", "{}"]),
+        ("algo", ["train", "task=pendulum", "algo={}.yaml"]),
+        ("token_file", ["train", "task=remote", 'task.kwargs.token_file="{}"']),
+        ("cert", ["train", "task=remote", 'task.kwargs.cert="{}"', 'task.kwargs.key="{}"']),
+        ("multirun_dir", ["train", "-m", "task=pendulum", "seed=1,2", "multirun_dir={}"]),
+        ("sweep_dir", ["sweep", "task=pendulum", "algo.critic.lr=interval(1e-4,1e-2)", "sweep_dir={}"]),
+        ("--token-file", ["actor", "--connect", "localhost:5", "--task", "lqr", "--token-file", "{}"]),
+        *(("run", [command, "{}"]) for command in ("resume", "eval", "play", "export", "report", "compare", "watch")),
+        ("out", ["report", "/nowhere", "out={}"]),
+        ("out", ["eval", "/nowhere", "out={}"]),
+    ],
+)
+def test_a_home_directory_of_nobody_is_one_line(capsys, tmp_path, monkeypatch, setting, argv):
+    monkeypatch.chdir(tmp_path)
+    path = "~no-such-user/x"
+    said = mistake(capsys, *(word.format(path) for word in argv))
+    suffix = ".yaml" if setting == "algo" else ""
+    assert f"{setting}={path}{suffix}: expected a path whose ~no-such-user is a home directory on this machine" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
     ("word", "message"),
     [
         (
             "num_env=3",
-            "num_env=3: expected one of num_envs, episodes, seed, device, epsilon, out (did you mean num_envs?)",
+            "num_env=3: expected one of num_envs, episodes, seed, device, epsilon, max_steps, out (did you mean num_",
         ),
         ("num_envs=0", "num_envs=0: expected a number from 1 up to 100000"),
         ("num_envs=1000000000000", "num_envs=1000000000000: expected a number from 1 up to 100000"),

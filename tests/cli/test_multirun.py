@@ -172,6 +172,8 @@ def test_the_same_command_does_what_is_missing(here, tmp_path, capsys):
     for folder in (stopped, lost):  # as after kill -9: with and without a resume point
         (folder / "summary.json").unlink()
     shutil.rmtree(points(lost)[0])
+    (stopped / "wandb" / "logs").mkdir(parents=True)
+    (stopped / "wandb" / "logs" / "debug-core.log").symlink_to(tmp_path)  # as wandb makes one
     before = json.loads((done / "summary.json").read_text())
     assert not never.exists()
 

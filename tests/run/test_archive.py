@@ -4,6 +4,7 @@ import errno
 import os
 import random
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -38,16 +39,27 @@ def visible(path):
         shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
+def all_but_points(path):
+    """As an ``rm -rf path`` that ends because the saver has just written there."""
+    for entry in path.iterdir():
+        if entry.name != "checkpoints":
+            entry.unlink()
+
+
 @pytest.mark.fault(33, form="deleted", count=10)
-@pytest.mark.parametrize("delete", [everything, content, visible])
-def test_a_run_directory_deleted_in_mid_run_is_made_anew_with_the_policy(tmp_path, delete, trial):
-    """At different times of the run."""
+@pytest.mark.parametrize("saves", [False, True], ids=["", "saver"])
+@pytest.mark.parametrize("delete", [everything, content, visible, all_but_points])
+def test_a_run_directory_deleted_in_mid_run_is_made_anew_with_the_policy(tmp_path, delete, saves, trial):
+    """At different times of the run, also where the saver writes before the deletion is noticed."""
     folder, seen = tmp_path / "run", []
 
     def cut(session, row):
         seen.append(row["steps/env"])
         if len(seen) == 1 + trial % 3:
             delete(folder)
+            if saves:
+                session.archive.save(session.parts, session._counters(), background=True)
+                session.archive.settle()
 
     lost = "metrics and checkpoints from before .* env steps"
     with (
@@ -63,6 +75,25 @@ def test_a_run_directory_deleted_in_mid_run_is_made_anew_with_the_policy(tmp_pat
     assert kept[-1] == read_summary(folder)["env_steps"] == 2400
     assert kept == seen[-len(kept) :]
     assert holder(folder) is None
+    assert resume(folder, "budget.env_steps=2480").env_steps == 2480
+
+
+@pytest.mark.fault(33, count=10)
+def test_a_run_that_saves_all_the_time_survives_rm(tmp_path, trial):
+    """Whenever ``rm -rf`` is at work: it may end with an error, as files appear while it deletes."""
+    folder, seen = tmp_path / "run", []
+
+    def cut(session, row):
+        seen.append(row["steps/env"])
+        if len(seen) == 1 + trial % 5:
+            deleting = subprocess.Popen(["rm", "-rf", str(folder)], stderr=subprocess.DEVNULL)
+            if trial % 2 == 0:
+                deleting.wait()
+
+    often = ("checkpoint.every_seconds=0.01", "logger.every_seconds=0.01")
+    with pytest.warns(PqlWarning, match="was deleted"), pytest.raises(RunError, match="the run directory was deleted"):
+        run(*words(folder, "budget.env_steps=2400", *often), callbacks=[cut])
+    assert load_policy(folder)(torch.zeros(2, 3)).shape == (2, 1)
     assert resume(folder, "budget.env_steps=2480").env_steps == 2480
 
 

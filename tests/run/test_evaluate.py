@@ -1,6 +1,7 @@
 """Evaluation: one episode per environment, exact rewards; concurrent with the run without slowing it; policy files."""
 
 import dataclasses
+import re
 import threading
 import time
 from typing import Any
@@ -10,12 +11,14 @@ import torch
 from conftest import small_config
 from run_files import points, rows, words
 
+import pql
+from pql.cli.main import main
 from pql.config.compose import compose
 from pql.contract.env import EnvSpec
 from pql.contract.registry import register
 from pql.envs.classic import Pendulum
 from pql.envs.toy import FILLER_REWARD, Counter
-from pql.errors import RunError
+from pql.errors import PqlWarning, RunError
 from pql.run.evaluation import Evaluation, Evaluator, StoppedError, run_episodes
 from pql.run.policy import fresh_policy, load_policy, snapshot
 from pql.run.session import Session
@@ -167,12 +170,83 @@ def test_what_is_logged_is_averaged_over_the_steps_of_all_episodes():
     assert result.measures()["step/error"] == 4.0
 
 
-def test_an_environment_that_does_not_end_counts_as_far_as_it_came(monkeypatch):
-    monkeypatch.setattr("pql.run.evaluation.LONGEST", 10)
-    env = Counter(num_envs=2, episode_length=10**6, terminate_every=0)
+def counted(env: Counter) -> list[int]:
+    """Calls of ``env.step`` from now on."""
+    calls, real = [], env.step
+    env.step = lambda action: calls.append(1) or real(action)  # type: ignore[method-assign]
+    return calls
+
+
+@pytest.mark.parametrize("autoreset", ["same_step", "next_step"])
+@pytest.mark.parametrize("given", [False, True], ids=["default", "given"])
+def test_an_environment_that_does_not_end_counts_for_exactly_the_limit(monkeypatch, autoreset, given):
+    monkeypatch.setattr("pql.run.evaluation.LONGEST", 30 if given else 10)
+    env = Counter(num_envs=2, episode_length=10**6, terminate_every=0, autoreset=autoreset)
+    env.spec, calls = dataclasses.replace(env.spec, max_episode_steps=None), counted(env)
+    limit = {"max_steps": 10} if given else {}
+    result = run_episodes(env, zero, seed=0, **limit)
+    zeroth, at = torch.zeros(10, dtype=torch.int64), torch.arange(10)
+    want = [float(env.reward_of(zeroth + i, zeroth, at).sum()) for i in range(2)]
+    assert (result.returns, result.lengths) == (want, [10.0, 10.0])
+    assert len(calls) == 10 + (autoreset == "next_step")
+    del calls[:]
+    several = run_episodes(env, zero, seed=0, episodes=40, **limit)  # a second one might never begin
+    assert (several.returns, several.lengths) == (want, [10.0, 10.0])
+    assert len(calls) == 64  # the next look after the limit
+
+
+@pytest.mark.parametrize("autoreset", ["same_step", "next_step"])
+@pytest.mark.parametrize("declared", [True, False])
+def test_episodes_as_long_as_the_limit_are_whole(autoreset, declared):
+    env = Counter(num_envs=3, episode_length=9, terminate_every=0, autoreset=autoreset)
+    env.length_of = lambda env, episode: torch.full_like(env, 6)  # type: ignore[method-assign]
+    env.spec = dataclasses.replace(env.spec, max_episode_steps=9 if declared else None)
+    want = [episode(env, i, e) for e in range(3) for i in range(3)]
+    result = run_episodes(env, zero, seed=0, episodes=9, max_steps=6)
+    assert (result.returns, result.lengths) == ([r for r, _ in want], [6.0] * 9)
+
+
+@pytest.mark.parametrize("autoreset", ["same_step", "next_step"])
+def test_a_limit_below_the_tasks_own_cuts_every_episode(autoreset):
+    """A later one is awaited: the task's own limit says that it will begin."""
+    env = Counter(num_envs=3, episode_length=9, autoreset=autoreset)
+    result = run_episodes(env, zero, seed=0, episodes=8, max_steps=4)
+    want = []
+    for e, i in [(e, i) for e in range(3) for i in range(3)][:8]:
+        length, at = min(episode(env, i, e)[1], 4), torch.tensor([i])
+        want.append((sum(float(env.reward_of(at, at * 0 + e, at * 0 + s)) for s in range(length)), length))
+    assert list(zip(result.returns, result.lengths, strict=True)) == want
+    assert min(result.lengths) < max(result.lengths) == 4
+
+
+def endless(num_envs, device):
+    env = Pendulum(num_envs, device, max_episode_steps=10**9)
     env.spec = dataclasses.replace(env.spec, max_episode_steps=None)
-    assert run_episodes(env, zero, seed=0).lengths == [10.0, 10.0]
-    assert len(run_episodes(env, zero, seed=0, episodes=4).returns) == 2
+    return env
+
+
+def test_the_limit_of_an_endless_task_is_said_and_can_be_set(tmp_path, monkeypatch, capsys):
+    register("endless", endless)
+    monkeypatch.setattr("pql.run.evaluation.LONGEST", 1234)
+    task, said = ("task=env", "task.name=endless"), "endless has no time limit: evaluations cut its episodes after"
+    said = said.replace("endless", endless(1, "cpu").spec.name, 1)
+    assert main(["train", *words(tmp_path / "one", *task, "eval.final=true")]) == 0
+    told = capsys.readouterr().out
+    assert f"{said} 1,234 steps (eval.max_steps)\n" in told
+    assert told.index(said) < told.index("over 2 episodes of 1,234.0 steps")
+    assert main(["train", *words(tmp_path / "two", *task, "eval.final=true", "eval.max_steps=20")]) == 0
+    told = capsys.readouterr().out
+    assert "no time limit" not in told
+    assert "over 2 episodes of 20.0 steps" in told
+    assert main(["train", *words(tmp_path / "off", *task)]) == 0
+    assert "no time limit" not in capsys.readouterr().out
+    assert pql.evaluate(tmp_path / "two", 2)["lengths"] == [20, 20]
+    assert pql.evaluate(tmp_path / "two", 2, max_steps=7)["lengths"] == [7, 7]
+    with pytest.warns(PqlWarning, match=f"^{re.escape(said)} 1,234 steps"):
+        assert pql.evaluate(tmp_path / "one", 2)["lengths"] == [1234, 1234]
+    assert main(["eval", str(tmp_path / "one"), "episodes=2", "max_steps=9"]) == 0
+    assert "9.0" in capsys.readouterr().out
+    assert main(["eval", str(tmp_path / "one"), "max_steps=0"]) == 2
 
 
 def test_evaluation_ends_early_where_all_episodes_have(monkeypatch):

@@ -32,6 +32,7 @@ from pql.config.trust import TEXT, check_networks, check_task
 from pql.contract.registry import import_name
 from pql.errors import ConfigError
 from pql.reports import runs, tell
+from pql.run.log import trackers
 from pql.run.resume import resume_config
 from pql.run.store import checkpoint
 from pql.run.store.run_dir import amend_config
@@ -287,6 +288,9 @@ LINKED = [
     "videos",
     "report",
     "export",
+    "wandb",
+    "swanlab",
+    "tensorboard",
 ]
 WRITERS: dict[str, list[str]] = {"eval": ["episodes=1"], "play": [], "report": [], "export": ["formats=pt2"]}
 WRITES = {"eval": "evaluations", "play": "videos"}  # others: their own names
@@ -309,6 +313,38 @@ def test_a_link_to_elsewhere_is_not_written_through(run: Path, tmp_path: Path, c
     assert {file.name: file.read_text() for file in folder.iterdir()} == dict.fromkeys(
         ("policy.pt2", "index.html", "kept"), "kept"
     )
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["wandb/run-1/logs/debug-core.log", "wandb/run-id", "swanlab/latest", "mlruns/0/artifacts", "newest"],
+)
+def test_links_of_loggers_are_left_alone(run: Path, tmp_path: Path, monkeypatch, name: str) -> None:
+    """wandb makes one itself; what pql has there is neither read nor written through a link."""
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "kept").write_text("secret0123456789")
+    link = run / name
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(precious / "kept" if name == "wandb/run-id" else precious)
+    assert main(["resume", str(run), "budget.env_steps=340"]) == 0
+    monkeypatch.delenv("WANDB_RUN_ID", raising=False)
+    assert trackers.own_id(run / "wandb" / "run-id") != "secret0123456789"
+    assert [(path.name, path.read_text()) for path in precious.iterdir()] == [("kept", "secret0123456789")]
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "checkpoints/tick-000000000099", "videos"])
+def test_no_link_leads_into_a_folder_that_is_not_looked_through(run: Path, tmp_path: Path, capsys, name: str) -> None:
+    hidden = run / "wandb" / "hidden"
+    if name == "checkpoints":
+        shutil.copytree(run / name, hidden)
+        shutil.rmtree(run / name)
+    hidden.mkdir(parents=True, exist_ok=True)
+    (hidden / ".writing-last").symlink_to(tmp_path)
+    for target in (hidden, run):
+        (run / name).unlink(missing_ok=True)
+        (run / name).symlink_to(target)
+        assert "without links to elsewhere" in refused("resume", run, "budget.env_steps=900", capsys=capsys)
 
 
 @pytest.mark.parametrize("name", ["checkpoints/tick-000000000012/.manifest.json", ".config.yaml", ".overrides.yaml"])

@@ -18,10 +18,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import small_config
 from run_files import points, resume, rows, run, words
 from wandb_server import WandbServer
 
-from pql.config import BudgetConfig, Config
+from pql.config import Config
 from pql.config.compose import compose
 from pql.config.schema import LoggerConfig
 from pql.engine import deadlines
@@ -53,49 +54,53 @@ ROW = {
 }
 
 
+def with_budget(**budget):
+    return small_config(budget={"seconds": None, "env_steps": None, **budget})
+
+
 def test_closing_words_name_the_worker_that_bounds_the_tick():
     summary = Summary("runs/x", -1.25, -1.5, 16, 50.0, 20_000, 2_400, 1_200, "runs/x/checkpoints/last")
     busy = {"collector": 5.0, "v": 9.0, "p": 1.0}
-    text = closing_words(summary, busy, 10.0, 300, BudgetConfig(seconds=50.0, env_steps=20_000))
+    text = closing_words(summary, busy, 10.0, 300, with_budget(seconds=50.0, env_steps=20_000))
     assert "done: return -1.2 (IQM -1.5) over 16 episodes" in text
     assert "the tick is bounded by v (busy: collector 50%, v 90%, p 10%): a smaller critic or batch" in text
     assert "pql resume runs/x budget.seconds=100 budget.env_steps=40000" in text
     assert max(map(len, text.splitlines())) <= 100
     full = dataclasses.replace(summary, return_median=-1.0, length_mean=12.0, success=0.25)
-    text = closing_words(summary, busy, 10.0, 300, BudgetConfig(seconds=50.0), code=True)
+    text = closing_words(summary, busy, 10.0, 300, small_config(task={"name": "mine:Env"}))
     assert [line.endswith(" --trust") for line in text.splitlines()[-2:]] == [True, True]
-    text = closing_words(full, busy, 10.0, 300, BudgetConfig(seconds=50.0))
+    text = closing_words(full, busy, 10.0, 300, with_budget(seconds=50.0))
     assert "done: return -1.2 (median -1.0, IQM -1.5), success 25% over 16 episodes of 12.0 steps" in text
     stopped = Summary("runs/x", None, None, 0, 50.0, 20_000, 2_400, 1_200, "c", interrupted=True)
-    text = closing_words(stopped, busy, 10.0, 300, BudgetConfig(seconds=500.0))
+    text = closing_words(stopped, busy, 10.0, 300, with_budget(seconds=500.0))
     assert text.startswith("interrupted, saved: not evaluated")
     assert text.endswith("pql resume runs/x")
     spaced = dataclasses.replace(stopped, run_dir="my runs/x")
-    text = closing_words(spaced, busy, 10.0, 300, BudgetConfig(seconds=5.0))
+    text = closing_words(spaced, busy, 10.0, 300, with_budget(seconds=5.0))
     assert text.endswith("next: pql eval 'my runs/x'\n      pql resume 'my runs/x'")  # to be pasted as it stands
 
 
 @pytest.mark.parametrize(
-    ("budget", "words"),
+    ("config", "words"),
     [
-        (BudgetConfig(env_steps=5_000_000), " budget.env_steps=5000000"),  # it ended early, by a callback say
-        (BudgetConfig(env_steps=2048), " budget.env_steps=4096"),
-        (BudgetConfig(seconds=1_000_000.4, env_steps=2048), " budget.seconds=1000001 budget.env_steps=4096"),
-        (BudgetConfig(seconds=0.3), " budget.seconds=6"),
-        (BudgetConfig(target_return=3.0), ""),
+        (with_budget(env_steps=5_000_000), " budget.env_steps=5000000"),  # it ended early, by a callback say
+        (with_budget(env_steps=2048), " budget.env_steps=4096"),
+        (with_budget(seconds=1_000_000.4, env_steps=2048), " budget.seconds=1000001 budget.env_steps=4096"),
+        (with_budget(seconds=0.3), " budget.seconds=6"),
+        (with_budget(target_return=3.0), ""),
     ],
 )
-def test_the_next_command_has_no_budget_below_the_runs_own(budget, words):
+def test_the_next_command_has_no_budget_below_the_runs_own(config, words):
     summary = Summary("runs/x", None, None, 0, 3.0, 2048, 24, 12, "c")
-    assert closing_words(summary, {"v": 1.0}, 3.0, 5, budget).endswith(f"pql resume runs/x{words}")
+    assert closing_words(summary, {"v": 1.0}, 3.0, 5, config).endswith(f"pql resume runs/x{words}")
 
 
 def test_no_command_is_named_that_would_find_nothing():
     summary = Summary("runs/x", None, None, 0, 3.0, 2048, 24, 12, "runs/x/checkpoints/last")
-    stopped, budget = dataclasses.replace(summary, interrupted=True), BudgetConfig()
+    stopped, config = dataclasses.replace(summary, interrupted=True), with_budget()
 
     def end(policy, point, summary=summary):
-        text = closing_words(summary, {"v": 1.0}, 3.0, 5, budget, (policy, point))
+        text = closing_words(summary, {"v": 1.0}, 3.0, 5, config, (policy, point))
         return text.splitlines()[0], text[text.index("run: ") :].splitlines()[1:]
 
     policy, evaluate, resume = "policy: runs/x/checkpoints/last", "next: pql eval runs/x", "pql resume runs/x"
@@ -107,12 +112,12 @@ def test_no_command_is_named_that_would_find_nothing():
 
 def test_a_sitting_without_a_tick_names_no_worker():
     summary = Summary("runs/x", -1.25, -1.5, 16, 50.0, 20_000, 2_400, 1_200, "c")
-    text = closing_words(summary, {"v": 0.0}, 0.0, 0, BudgetConfig(seconds=50.0))
+    text = closing_words(summary, {"v": 0.0}, 0.0, 0, with_budget(seconds=50.0))
     assert "bounded" not in text
     assert "nothing was learned in this sitting: the budget of the run was already used up" in text
     assert text.endswith("pql resume runs/x budget.seconds=100")
     cut = dataclasses.replace(summary, updates_v=0, updates_p=0)
-    text = closing_words(cut, {"v": 0.0}, 0.0, 0, BudgetConfig(seconds=50.0))
+    text = closing_words(cut, {"v": 0.0}, 0.0, 0, with_budget(seconds=50.0))
     assert "nothing was learned in this sitting: it ended before the first tick" in text
 
 

@@ -1,5 +1,6 @@
 """Images and videos: rendering agrees with the state, and a file has the expected frames."""
 
+import dataclasses
 import http.client
 import importlib.machinery
 import math
@@ -21,8 +22,10 @@ from pql.config.compose import compose
 from pql.contract.env import Box, EnvSpec, ObsSpec, find_factory, make_env
 from pql.contract.registry import register
 from pql.engine import deadlines
+from pql.envs.classic import Pendulum
 from pql.envs.draw import Drawn
 from pql.errors import ConfigError, PqlWarning
+from pql.run import play
 from pql.run.evaluation import EvaluationPlan, evaluate_saved, run_episodes
 from pql.run.play import cadence, filmed_env, record_video
 from pql.run.policy import Stored, fresh_policy
@@ -153,6 +156,19 @@ def test_a_video_shows_the_episode_that_an_evaluation_plays(run: Path, tmp_path:
     video = record_video(run, tmp_path / "x.mp4", seed=5, width=64, height=64)
     assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"  # type: ignore[attr-defined]  # placement.matmul=fast
     assert (video.returns, video.lengths) == (pytest.approx(row["returns"], rel=1e-6), row["lengths"])
+
+
+def test_a_video_of_an_episode_that_does_not_end_has_the_steps_that_the_page_says(tmp_path, monkeypatch) -> None:
+    def endless(num_envs, device):
+        env = Pendulum(num_envs, device, max_episode_steps=10**9)
+        env.spec = dataclasses.replace(env.spec, max_episode_steps=None)
+        return env
+
+    register("endless_film", endless)
+    assert main(["train", *words(tmp_path / "run", "task=env", "task.name=endless_film")]) == 0
+    assert f"{play.LONGEST:,} steps" in (Path(__file__).parents[2] / "docs" / "play.md").read_text()
+    monkeypatch.setattr(play, "LONGEST", 12)
+    assert record_video(tmp_path / "run", width=64, height=48).frames == 12
 
 
 def test_steps_cut_a_video_short(run: Path, tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def test_a_crash_in_native_code_shows_the_stacks_of_all_threads_and_the_run_resu
     assert process.exitcode == -number, runs.said()
     cause = ("Aborted", "Segmentation fault")[how == "read"]
     who = "a thread of a library" if how == "thread" else "worker collector"
-    last = f"pql: {who} crashed: {cause}; its stack is above; continue with: pql resume {runs.folder}\n"
+    last = f"pql: {who} crashed: {cause}; its stack is above; continue with: pql resume {runs.folder} --trust\n"
     runs.wait_for(lambda: runs.said().endswith(last), seconds=5)
     said = runs.said()
     assert f"Fatal Python error: {cause}\n" in said
@@ -128,7 +128,8 @@ def test_a_crash_in_native_code_shows_the_stacks_of_all_threads_and_the_run_resu
     assert "env_slice.py" in said  # the collector's frames
     assert said.count("hread 0x") >= 4  # main thread, collector, v, p
     assert points(runs.folder)
-    resumed = begin(["resume", str(runs.folder), "budget.env_steps=2000", *runs.again], runs.log)
+    printed = last.split("pql resume ")[1].split()  # the simulator's path is trusted
+    resumed = begin(["resume", *printed, "budget.env_steps=2000", *runs.again[1:]], runs.log)
     runs.left.append(resumed)
     resumed.join(60)
     assert resumed.exitcode == 0, runs.said()

@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+from conftest import small_config
 from run_files import points, resume, run, words
 
 from pql.cli.main import main
@@ -15,6 +16,7 @@ from pql.config import changed, from_dict
 from pql.config.compose import compose
 from pql.config.files import read_yaml
 from pql.contract.env import Box
+from pql.engine.world import World
 from pql.envs.toy import Counter
 from pql.errors import ConfigError, PqlWarning
 from pql.run.log import sinks
@@ -286,3 +288,38 @@ def test_a_run_that_starts_from_old_weights_takes_the_point_before(folder, tmp_p
     damage(points(folder)[-1])
     with pytest.warns(PqlWarning, match=f"; taking {points(folder)[0].name} instead"):
         Session(compose(words(tmp_path / "new", f"init_from={folder}")), quiet=True).closing.close()
+
+
+FOREIGN = {"process": {"python": "/opt/python"}}
+
+
+@pytest.mark.parametrize(
+    ("task", "ranks", "resume", "evaluate"),
+    [
+        ({"live": True}, (1, 1), "pql.resume('my run', 'x=1', env=...)", "pql.load_policy('my run')"),
+        (
+            {"process": {"python": "/opt/python"}},
+            (1, 1),
+            "pql resume 'my run' x=1 --trust",
+            "pql eval 'my run' --trust",
+        ),
+        (
+            {},
+            (4, 4),
+            "torchrun --standalone --nproc-per-node 4 -m pql.cli.main resume 'my run' x=1",
+            "pql eval 'my run'",
+        ),
+        ({}, (4, 2), "torchrun ... -m pql.cli.main resume 'my run' x=1", "pql eval 'my run'"),
+    ],
+)
+def test_a_command_has_all_that_it_needs(monkeypatch, task, ranks, resume, evaluate):
+    monkeypatch.setattr(rundir, "world", lambda: World(0, ranks[0], 0, ranks[1]))
+    config = small_config(task=task)
+    assert rundir.command("resume", "my run", config, ["x=1"]) == resume
+    assert rundir.command("eval", "my run", config) == evaluate
+
+
+def test_a_run_of_foreign_code_is_refused_with_the_command_that_continues_it(tmp_path):
+    rundir.create_run_dir(tmp_path, small_config(task=FOREIGN), [])
+    with pytest.raises(ConfigError, match=f"to continue this run: pql resume {tmp_path} --trust$"):
+        rundir.check_new(tmp_path)

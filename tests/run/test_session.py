@@ -3,10 +3,12 @@
 import functools
 import json
 import re
+import shutil
 import threading
 import time
 import warnings
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -227,16 +229,71 @@ def test_resuming_falls_back_to_the_point_before(tmp_path):
 class Forgetful:
     """A simulator without ``state_dict``."""
 
+    seeds: ClassVar[list[int]] = []
+
     def __init__(self, num_envs, device):
-        env = Counter(num_envs, device)
-        self.spec, self.reset, self.step, self.close = env.spec, env.reset, env.step, env.close
+        self.env = Pendulum(num_envs, device, max_episode_steps=7)
+        self.spec, self.step, self.close = self.env.spec, self.env.step, self.env.close
+
+    def reset(self, seed=None):
+        self.seeds.append(seed)
+        return self.env.reset(seed)
+
+
+class Remembering(Forgetful):
+    """The same, with its ``state_dict``."""
+
+    def __init__(self, num_envs, device):
+        super().__init__(num_envs, device)
+        self.state_dict, self.load_state_dict = self.env.state_dict, self.env.load_state_dict
+
+
+register("forgetful", Forgetful)
+register("remembering", Remembering)
+SPLIT = {
+    "one": (),
+    "groups": ("placement.groups=2",),
+    "replicas": ("algo=appo_replicas", "algo.central.order=turns", "algo.horizon=4"),
+}
 
 
 def test_resuming_a_simulator_that_cannot_restore_its_state_says_so(tmp_path):
-    register("forgetful", Forgetful)
     run(*words(tmp_path, "task=env", "task.name=forgetful"))
     with pytest.warns(PqlWarning, match="this simulator cannot restore its state: episodes begin again"):
         assert resume(tmp_path, "budget.env_steps=640").env_steps == 640
+
+
+@pytest.mark.filterwarnings("ignore:this simulator cannot restore")
+@pytest.mark.parametrize("split", SPLIT)
+@pytest.mark.parametrize("name", ["forgetful", "remembering"])
+def test_a_resumed_simulator_that_cannot_restore_its_state_gets_new_seeds(tmp_path, monkeypatch, name, split):
+    """New at every resume, and the same at two resumes from the same point."""
+    first, again = tmp_path / "first", tmp_path / "again"
+    unread = ("algo", "replay", "placement") if split == "replicas" else ()
+    setting = [word for word in words(first) if not word.startswith(unread)]
+    sittings = []
+
+    def seeds(sitting):
+        monkeypatch.setattr(Forgetful, "seeds", [])
+        sitting()
+        sittings.append(Forgetful.seeds)
+
+    seeds(lambda: run(*setting, "task=env", f"task.name={name}", *SPLIT[split]))
+    shutil.copytree(first, again)
+    for steps in (640, 960):
+        seeds(lambda steps=steps: resume(first, f"budget.env_steps={steps}"))
+    seeds(lambda: resume(again, "budget.env_steps=640"))
+    new, old, later, repeated = sittings
+    assert old == repeated
+    assert len(new) == len({*new}) == (1 if split == "one" else 2)
+    if name == "remembering":
+        assert new == old == later
+    else:
+        assert len({*new, *old, *later}) == 3 * len(new)
+    end = checkpoint.load(points(again)[-1])
+    middle = checkpoint.load(points(first)[0])
+    assert end[1]["counters"]["steps"] == middle[1]["counters"]["steps"]
+    assert differences(end[0], middle[0]) == []
 
 
 def test_a_run_without_resume_points_says_so(tmp_path):

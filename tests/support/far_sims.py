@@ -1,5 +1,6 @@
 """Simulators for tests of ``pql.remote.process.near``: they need only NumPy, and run on any Python from 3.8 on."""
 
+import ctypes
 import os
 import sys
 import time
@@ -13,10 +14,12 @@ class Walk:
     """A point pushed in the plane, with noise, two observation groups, an end and a time limit.
 
     Args:
-        fault: of step number ``at``: raise, abort, orphan (abort, while a child process lives), hang, or exit.
+        fault: of step number ``at``: raise, abort, orphan (abort, while a child process lives), hang, hold (hang,
+            and never release the interpreter's lock), or exit.
+        helper: fork a process that works for the simulator.
     """
 
-    def __init__(self, num_envs, device="cpu", limit=7, discrete=False, fault=None, at=3, threads=0):
+    def __init__(self, num_envs, device="cpu", limit=7, discrete=False, fault=None, at=3, threads=0, helper=False):
         if limit < 1:
             raise WrongSettingError("limit", limit, "at least 1")
         if discrete is None:
@@ -45,6 +48,8 @@ class Walk:
             info=info,
         )
         self.random, self.limit, self.fault, self.at, self.count = np.random.RandomState(0), limit, fault, at, 0
+        if helper and os.fork() == 0:
+            time.sleep(600)
         self.x = np.zeros((num_envs, 2))
         self.t = np.zeros(num_envs, np.int64)
 
@@ -99,6 +104,8 @@ class Walk:
             os.abort()
         if self.fault == "exit":
             os._exit(3)
+        if self.fault == "hold":
+            ctypes.PyDLL(None).sleep(600)
         time.sleep(600)
 
     def state_dict(self):

@@ -173,7 +173,10 @@ class Maps:
     """Folder of compiled maps under the simulator's keys: its ``level cache`` interface."""
 
     def __init__(self, folder: str):
-        self.folder = os.path.abspath(os.path.expanduser(folder))
+        place = os.path.expanduser(folder)
+        if place.startswith("~"):
+            raise ConfigError("cache", folder, "a folder; no user of this machine has that home directory")
+        self.folder = os.path.abspath(place)
         os.makedirs(self.folder, exist_ok=True)
 
     def path(self, key: str) -> str:

@@ -15,8 +15,6 @@ import sys
 if __name__ == "__main__":
     sys.path.pop(0)  # this file's folder, whose modules would shadow others
 
-import contextlib
-import ctypes
 import faulthandler
 import importlib
 import importlib.util
@@ -26,7 +24,6 @@ import os
 import select
 import signal
 import struct
-import threading
 import traceback
 from typing import Any, Callable, Mapping, NoReturn
 
@@ -34,7 +31,6 @@ LENGTHS = struct.Struct("<QQ")
 STEP, CALL, ANSWER, ERROR = b"s", b"c", b"a", b"e"
 PLAIN = b"p"  # answers STEP if no episode ended or began and no row is a filler
 OPTIONAL = ("reset_where", "state_dict", "load_state_dict", "render")
-PR_SET_PDEATHSIG = 1
 
 
 # -- messages: both sides use these -----------------------------------------------------------------------------------
@@ -321,29 +317,47 @@ def leave() -> NoReturn:
     os._exit(0)
 
 
-def watch_parent(requests: int, parent: int) -> None:
-    """Kill this process group as soon as the parent is gone, even during a step."""
+def guard_group(setup: Mapping[str, Any]) -> None:
+    """Start a process that kills this process group as soon as the parent is gone.
+
+    It also ends what the simulator has forked, and a simulator that never releases the interpreter's lock. It is no
+    child of this process, because a simulator may wait for all of its own.
+    """
+    between = os.fork()
+    if between:
+        os.waitpid(between, 0)
+        return
+    if os.fork():
+        os._exit(0)
+    for file in (0, 1, 2, setup["answers"], setup["memory"], setup["crash"]):
+        os.close(file)  # an open pipe would hide the simulator's end from its reader
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # asks the group for its stacks
     poll = select.poll()
-    poll.register(requests, 0)  # a hang-up is always reported
-    while not poll.poll(1000):
-        try:
-            os.kill(parent, 0)  # a fork of the parent would keep the pipe open
-        except ProcessLookupError:
-            break
+    poll.register(setup["requests"], 0)  # a hang-up is always reported
+    while not poll.poll(1000) and not has_ended(setup["parent"]):  # a fork of the parent would keep the pipe open
+        pass
     os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
+def has_ended(process: int) -> bool:
+    """Return True if a process has ended, even if nobody has waited for it."""
+    try:
+        os.kill(process, 0)
+        with open(f"/proc/{process}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] == "Z"
+    except ProcessLookupError:
+        return True
+    except OSError:  # no such file on this system
+        return False
 
 
 def main() -> NoReturn:
     """Serve the parent that started this process."""
     setup = json.loads(sys.argv.pop())  # removed from argv, which simulators parse
+    guard_group(setup)
     faulthandler.enable(setup["crash"], all_threads=True)
     faulthandler.register(signal.SIGUSR1, setup["crash"], all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-    direct = setup["lives_with_thread"] and os.getppid() == setup["parent"]  # False if a script started it
-    if direct and sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):  # works even if a simulator never releases the GIL
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    threading.Thread(target=watch_parent, args=(setup["requests"], setup["parent"]), daemon=True).start()
     server = Server(setup)
     try:
         mount(setup["package"])

@@ -6,7 +6,7 @@ library, an entry point of a package installed there, or ``module:attribute``.
 
 A simulator that blocks, or holds its interpreter's lock, does not block the learners of this process. Failures of the
 child are raised here: an exception with its traceback, a crash with its Python stack, a hang with the stacks of all
-threads. The child ends when the parent ends, even if that is killed.
+threads. The child and its own processes end when the parent ends, even if that is killed.
 """
 
 import json
@@ -18,7 +18,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -65,7 +64,6 @@ class Far:
             **inherited,
             "parent": os.getpid(),
             "package": str(Path(pql.__file__).parent),
-            "lives_with_thread": threading.current_thread() is threading.main_thread(),
         }
         environment = {**os.environ} if threads is None else {"OMP_NUM_THREADS": str(threads), **os.environ}
         files = [self.requests, self.answers, self.memory, self.crash]

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from pql.config import from_dict, to_dict
+from pql.config.files import expanded
 from pql.config.trust import check_links
 from pql.contract.env import Box, Discrete, MultiDiscrete
 from pql.contract.spec_json import spec_to_dict
@@ -99,9 +100,9 @@ def export_policy(
         RunError: a file computes other actions than the policy; no file is left behind.
     """
     _check_formats(formats)
-    tensors, manifest, source = checkpoint.find(Path(path), POLICIES)
+    tensors, manifest, source = checkpoint.find(expanded("run", path), POLICIES)
     policy = policy_of(tensors, manifest, "cpu", trust)
-    folder = Path(out).expanduser() if out is not None else checkpoint.home(source) / "export"
+    folder = expanded("out", out) if out is not None else checkpoint.home(source) / "export"
     if out is None and not trust:
         check_links(folder.parent, folder.name)
     return write_export(policy, export_metadata(policy, manifest, source, scale), folder, formats)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pql.config import from_dict
-from pql.config.files import JSON_BYTES
+from pql.config.files import JSON_BYTES, expanded
 from pql.config.trust import names_foreign_code
 from pql.engine import deadlines
 from pql.errors import ConfigError, first_line
@@ -51,7 +51,7 @@ def pull(repo: str, out: str | Path | None = None, revision: str | None = None) 
             checkpoint that no run could have written.
     """
     check_name(repo)
-    folder = Path(out).expanduser() if out is not None else Path("policies") / repo.replace("/", "--")
+    folder = expanded("out", out) if out is not None else Path("policies") / repo.replace("/", "--")
     if folder.exists():
         raise ConfigError("out", folder, "a new folder")
     hub = _library()
@@ -87,7 +87,7 @@ def push(path: str | Path, repo: str, private: bool = True, message: str | None 
     """
     check_name(repo)
     hub = _library()
-    tensors, manifest, found = checkpoint.find(Path(path).expanduser(), ("policy",))
+    tensors, manifest, found = checkpoint.find(expanded("run", path), ("policy",))
     check_finite(tensors, manifest)
     public = without_places(manifest)
     with tempfile.TemporaryDirectory() as temporary:

@@ -1,12 +1,11 @@
 """Last lines of a run on the console: result, bottleneck and the commands to use next."""
 
 import math
-import shlex
 import textwrap
 
-from pql.config import BudgetConfig
+from pql.config import BudgetConfig, Config
 from pql.run.log.console import WIDTH, Row
-from pql.run.store.run_dir import Summary
+from pql.run.store.run_dir import Summary, command
 
 ADVICE = {
     "collector": "fewer environments or a faster simulator would speed it up; more updates per step would be free",
@@ -17,13 +16,7 @@ ADVICE = {
 
 
 def closing_words(
-    summary: Summary,
-    busy: Row,
-    seconds: float,
-    ticks: int,
-    budget: BudgetConfig,
-    kept: tuple[bool, bool] = (True, True),
-    code: bool = False,
+    summary: Summary, busy: Row, seconds: float, ticks: int, config: Config, kept: tuple[bool, bool] = (True, True)
 ) -> str:
     """Return the last lines of a run: result, bottleneck, directory and the commands to use next.
 
@@ -31,15 +24,15 @@ def closing_words(
         busy: worker -> seconds of work in this sitting.
         seconds: duration of the sitting's ``ticks``.
         kept: (policy, resume point): True for each one on disk; commands that need a missing one are not shown.
-        code: the run's configuration names code, so that the commands need ``--trust``.
     """
     policy, point = kept
     score = "not evaluated" if summary.return_mean is None else scores(summary)
-    run = shlex.quote(summary.run_dir)
     ended = f"interrupted{', saved' if point or policy else ''}" if summary.interrupted else "done"
-    again = f"pql resume {run}{'' if summary.interrupted else more(summary, budget)}"
-    trust = " --trust" if code else ""
-    commands = [*([f"pql eval {run}{trust}"] if policy else []), *([f"{again}{trust}"] if point else [])]
+    again = [] if summary.interrupted else more(summary, config.budget)
+    commands = [
+        *([command("eval", summary.run_dir, config)] if policy else []),
+        *([command("resume", summary.run_dir, config, again)] if point else []),
+    ]
     return "\n".join(
         [
             f"{ended}: {score}",
@@ -48,7 +41,7 @@ def closing_words(
             bounded(busy, seconds) if ticks else idle(summary),
             f"run: {summary.run_dir}",
             *([f"policy: {summary.checkpoint}"] if policy else []),
-            *(f"{' ' * 6 if i else 'next: '}{command}" for i, command in enumerate(commands)),
+            *(f"{' ' * 6 if i else 'next: '}{one}" for i, one in enumerate(commands)),
         ]
     )
 
@@ -67,13 +60,13 @@ def idle(summary: Summary) -> str:
     return "nothing was learned in this sitting: the budget of the run was already used up"
 
 
-def more(summary: Summary, budget: BudgetConfig) -> str:
+def more(summary: Summary, budget: BudgetConfig) -> list[str]:
     """Suggest a budget for resuming: twice the amount used, and no bound below the run's own."""
-    words = ""
+    words = []
     if budget.seconds:
-        words += f" budget.seconds={math.ceil(max(2 * max(summary.seconds, 1), budget.seconds))}"
+        words.append(f"budget.seconds={math.ceil(max(2 * max(summary.seconds, 1), budget.seconds))}")
     if budget.env_steps:
-        words += f" budget.env_steps={max(2 * summary.env_steps, budget.env_steps)}"
+        words.append(f"budget.env_steps={max(2 * summary.env_steps, budget.env_steps)}")
     return words
 
 

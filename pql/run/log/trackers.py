@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pql.config.files import create_file, read_bytes
 from pql.engine import deadlines
 
 ID = "run-id"  # file in RUN/wandb
@@ -168,17 +169,20 @@ TRACKERS: dict[str, Callable[[dict[str, Any], dict[str, str]], Any]] = {
 
 
 def own_id(file: Path) -> str:
-    """Return the id of the run with the tracker: the one of a wandb agent, or that of ``file``, created if missing."""
+    """Return the id of the run with the tracker: the one of a wandb agent, or that of ``file``, created if missing.
+
+    A link is replaced: the run directory may be somebody else's, and the id is uploaded.
+    """
     if given := os.environ.get("WANDB_RUN_ID"):
         return given
     with contextlib.suppress(OSError, ValueError):
-        known = file.read_text(encoding="ascii")[:64].strip()
+        known = "" if file.is_symlink() else read_bytes(file, 64).decode("ascii").strip()
         if known.isalnum() and len(known) >= 8:
             return known
     created = secrets.token_hex(4) + secrets.token_hex(4)
     with contextlib.suppress(OSError):
         file.parent.mkdir(exist_ok=True)
-        file.write_text(created + "\n")
+        create_file(file, created + "\n")
     return created
 
 

@@ -18,6 +18,8 @@ from pql.run.store.claim import Claim
 from pql.run.store.manifest import config_entries
 from pql.run.store.saver import Saver
 
+TRIES = 10  # to create a run directory while ``rm -rf`` deletes it
+
 
 class Archive:
     """Writes into a run directory, optionally in a background thread.
@@ -102,9 +104,7 @@ class Archive:
         Args:
             wait: until everything has been written.
         """
-        for name, error in self.saver.outcomes(wait):
-            if error is not None:
-                self.lost(f"checkpoint {name}", error, ", the run continues")
+        self._report(wait)
         if self._saved and (wait or (self.saver.idle and self.ranks.size == 1)):
             self._saved = False
             written = {path.name for path in checkpoint.resume_points(self.points)}
@@ -113,6 +113,12 @@ class Archive:
             self.saver.do("older resume points", lambda: checkpoint.rotate(self.points, keep, common))
             if wait:
                 self.saver.outcomes(wait)
+
+    def _report(self, wait: bool) -> None:
+        """Report failed writes, except into a deleted run directory: :meth:`restore` reports that."""
+        for name, error in self.saver.outcomes(wait):
+            if error is not None and not (isinstance(error, FileNotFoundError) and not self._there()):
+                self.lost(f"checkpoint {name}", error, ", the run continues")
 
     def lost(self, name: str, error: Exception, then: str = "") -> None:
         """Warn about a failed write and report it again at the end of the run."""
@@ -136,6 +142,11 @@ class Archive:
 
     # -- a deleted directory --------------------------------------------------------------------------------------
 
+    def _there(self) -> bool:
+        """Return True unless the run directory was deleted or emptied."""
+        known = self._held is None or self._held.there()
+        return known and any((self.run_dir / name).exists() for name in ("config.yaml", "metrics.jsonl"))
+
     def restore(self, env_steps: int) -> bool:
         """Create the run directory again if it was deleted or emptied. Return True in that case.
 
@@ -146,19 +157,28 @@ class Archive:
         """
         if self._held is None:
             return False
-        there = self._held.there() and any((self.run_dir / name).exists() for name in ("config.yaml", "metrics.jsonl"))
-        try:
-            if there:
-                self._held.renew()
-                return False
-            self.saver.flush()
-            rundir.check_new(self.run_dir)
-            self._held.renew()
-            rundir.create_run_dir(self.run_dir, self.config, self._overrides)
-        except ConfigError as error:
-            happened = "lost its lock" if there else "was deleted"
-            raise RunError(f"{self.run_dir} {happened} while the run was at work ({error})") from None
+        for left in reversed(range(TRIES)):
+            there = self._there()
+            try:
+                if there:
+                    self._held.renew()
+                    return False
+                self._create_again(self._held)
+                break
+            except ConfigError as error:
+                if left and isinstance(error.__cause__, FileNotFoundError):  # the deletion is still going on
+                    continue
+                happened = "lost its lock" if there else "was deleted"
+                raise RunError(f"{self.run_dir} {happened} while the run was at work ({error})") from None
         what = f"metrics and checkpoints from before {env_steps:,} env steps"
         self.missing[what] = "the run directory was deleted"
         self.warn(f"{self.run_dir} was deleted while the run was at work: recreated, without {what}")
         return True
+
+    def _create_again(self, held: Claim) -> None:
+        """Create the run directory again. Raises ``ConfigError`` as :meth:`restore`."""
+        self._report(wait=True)  # while it is known to be deleted
+        if not held.there():  # else the saver may have written a resume point while it was emptied
+            rundir.check_new(self.run_dir)
+        held.renew()
+        rundir.create_run_dir(self.run_dir, self.config, self._overrides)

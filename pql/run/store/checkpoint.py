@@ -89,7 +89,8 @@ def save(path: Path, tree: Any, manifest: Mapping[str, Any]) -> None:
     """Write ``tree`` and ``manifest`` to the directory ``path`` atomically, replacing an existing checkpoint.
 
     Raises:
-        OSError: it could not be written; an earlier checkpoint at ``path`` is kept.
+        OSError: it could not be written; an earlier checkpoint at ``path`` is kept. ``FileNotFoundError``: there is no
+            ``path.parent.parent``. A deleted run directory is not created here, but by :meth:`Archive.restore`.
         TypeError, ValueError: readers would refuse the manifest.
     """
     manifest = {"format": FORMAT, **manifest}
@@ -97,7 +98,8 @@ def save(path: Path, tree: Any, manifest: Mapping[str, Any]) -> None:
     temporary, old = path.with_name(f".writing-{path.name}"), _old(path)
     try:
         shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+        path.parent.mkdir(exist_ok=True)
+        temporary.mkdir()
         _write(temporary, tree, manifest)
         if path.exists():
             shutil.rmtree(old, ignore_errors=True)

@@ -16,9 +16,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from pql.config import Config, to_dict
+from pql.config import Config, from_dict, to_dict
 from pql.config.files import create_file as create_file
-from pql.config.files import read_json, read_yaml
+from pql.config.files import expanded, read_json, read_yaml
+from pql.config.trust import names_foreign_code
 from pql.config.validate import resolve_device
 from pql.engine import deadlines
 from pql.engine.world import world
@@ -67,7 +68,7 @@ def claim_directory(config: Config, resume: bool = False) -> Claim:
         task, now = config.task.game or config.task.name, time.strftime("%Y%m%d-%H%M%S")
         task = task.replace(":", ".")  # a colon would read as a host's name in scp, and Windows refuses it
         return claim_new(Path("runs") / f"{task}-{config.algo.name}-s{config.seed}-{now}")
-    held = claim(Path(config.run_dir).expanduser())
+    held = claim(expanded("run_dir", config.run_dir))
     if not resume:
         try:
             check_new(held.path)
@@ -85,9 +86,31 @@ def holds_run(run_dir: Path) -> bool:
 def check_new(run_dir: Path) -> None:
     """Raise ``ConfigError`` if ``run_dir`` already holds a run."""
     if holds_run(run_dir):
-        raise ConfigError(
-            "run_dir", run_dir, f"a new folder; to continue this run: pql resume {shlex.quote(str(run_dir))}"
-        )
+        try:
+            again = command("resume", run_dir, from_dict(read_config(run_dir)))
+        except ConfigError:  # damaged, or of another release
+            again = f"pql resume {shlex.quote(str(run_dir))}"
+        raise ConfigError("run_dir", run_dir, f"a new folder; to continue this run: {again}")
+
+
+def command(verb: str, run: object, config: Config, words: Sequence[str] = ()) -> str:
+    """Return a command for a run, ready to be pasted: ``pql VERB RUN``, with the flags and launcher that it needs.
+
+    A run on a live environment needs Python: only there can it be given again.
+
+    Args:
+        verb: ``eval`` or ``resume``.
+    """
+    if config.task.live:
+        given = ", ".join(map(repr, (str(run), *words)))
+        return f"pql.load_policy({given})" if verb == "eval" else f"pql.resume({given}, env=...)"
+    here, launcher = world(), "pql"
+    if verb == "resume" and here.size > 1:
+        alone = here.size == here.local_size  # several machines: their addresses are the user's
+        options = f"--standalone --nproc-per-node {here.size}" if alone else "..."
+        launcher = f"torchrun {options} -m pql.cli.main"
+    trust = ["--trust"] if names_foreign_code(config) else []
+    return " ".join([launcher, verb, shlex.quote(str(run)), *words, *trust])
 
 
 def create_run_dir(run_dir: Path, config: Config, overrides: Sequence[str]) -> None:
