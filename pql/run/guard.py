@@ -80,7 +80,8 @@ class NonFiniteMonitor:
         self._lost = True
         self.warn(
             f"{lost:,.0f} windows left out: they end in a truncation, and the simulator did not return the final "
-            f"observation (with Isaac Lab: task.kwargs.final_obs=true); bootstrap_lost counts them"
+            f"observation (with Isaac Lab: task.kwargs.final_obs=true), or version 0.2 of pql did not save it; "
+            f"bootstrap_lost counts them"
         )
 
 
