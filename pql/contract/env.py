@@ -4,7 +4,9 @@ A ``VecEnv`` takes and returns tensors on its own device; ``pql.types.Step`` def
 simulator: ``registry.py`` resolves names when they are used.
 """
 
+import functools
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pql.contract.registry import check_chosen, find_factory
-from pql.errors import ConfigError, nearest
+from pql.errors import ConfigError, PqlWarning, nearest
 from pql.types import Obs, Step
 
 
@@ -164,8 +166,35 @@ the ``EnvSpec`` without starting the simulator, so that memory use can be checke
 
 
 def capturable(env: VecEnv) -> bool:
-    """Return True if ``env.step`` can be captured in a CUDA graph; see ``pql.contract.optional``."""
-    return bool(getattr(env, "capturable", False))
+    """Return True if ``env.step`` can be captured in a CUDA graph; see ``pql.contract.optional``.
+
+    A class that overrides methods of a capturable one must declare it anew: Python code of its own would run only while
+    the graph is captured. If it does not, the answer is False, with a warning, once for each class.
+    """
+    if not getattr(env, "capturable", False):
+        return False
+    if changed := undeclared(env):
+        _tell_undeclared(type(env), changed)
+    return not changed
+
+
+BESIDE_STEP = {"close", "describe", "obs_spec", "prepare", "render", "viewer", "web_viewer", "measures", "beside"}
+"""Methods that a step does not call."""
+
+
+def undeclared(env: VecEnv) -> str:
+    """Return the first method that ``env`` or its class overrides below the declaration of ``capturable``, or ""."""
+    places = [getattr(env, "__dict__", {}), *map(vars, type(env).__mro__)]
+    level = next((i for i, place in enumerate(places) if "capturable" in place), len(places))
+    inherited = {name for place in places[level:] for name in place} | {"step", "reset"}
+    own = [k for place in places[:level] for k, v in place.items() if callable(v) or isinstance(v, classmethod)]
+    return next((n for n in own if n in inherited - BESIDE_STEP and not n.startswith("__")), "")
+
+
+@functools.cache
+def _tell_undeclared(kind: type, changed: str) -> None:
+    what = f"{kind.__name__} overrides {changed} of a capturable environment: its step is not captured in a CUDA graph"
+    warnings.warn(f"{what} unless {kind.__name__} itself declares capturable = True", PqlWarning, stacklevel=3)
 
 
 def make_ready(env: VecEnv) -> None:

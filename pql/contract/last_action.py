@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from pql.contract.env import Discrete, EnvSpec, ObsSpec, VecEnv
+from pql.contract.env import Discrete, EnvSpec, ObsSpec, VecEnv, capturable
 from pql.contract.optional import AsyncEnv, GroupedEnv, PartialReset, Resumable, WithEvaluation, supports
 from pql.errors import ConfigError
 from pql.types import Obs, Step
@@ -55,6 +55,11 @@ class Feedback:
         if name in ("env", "state_dict", "load_state_dict", "reset_where", "send", "recv", "answers", "beside"):
             raise AttributeError(name)
         return getattr(self.env, name)
+
+    @property
+    def capturable(self) -> bool:
+        """True if the step of ``env`` can be captured."""
+        return capturable(self.env)
 
     def reset(self, seed: int | None = None) -> Obs:
         """Restart all environments; return their observations, [N, ...]."""
