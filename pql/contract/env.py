@@ -243,16 +243,6 @@ def check_protocol(env: Any, setting: str = "env", name: str | None = None) -> N
     raise ConfigError(setting, name, f"{wanted}, not {kind}" if name != kind else wanted)
 
 
-def check_answer(method: str, answer: Any, kind: type, spec: EnvSpec) -> None:
-    """Raise ``ConfigError`` if ``answer``, returned by ``reset`` or ``step``, is not of type ``kind``."""
-    if not isinstance(answer, kind):
-        what = f"{method}() to return a {'dict of observations' if kind is dict else 'pql.Step'}"
-        like = ", as gymnasium has it" if isinstance(answer, tuple) else ""
-        raise ConfigError(
-            "task", spec.name, f"{what}, not a {type(answer).__name__}{like}: pql doctor --env NAME tests it"
-        )
-
-
 def check_keywords(factory: Callable[..., Any], kwargs: Mapping[str, Any], prefix: str = "") -> None:
     """Raise ``ConfigError`` for the first keyword that ``factory`` does not take.
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pql.contract.env import Discrete, EnvSpec, VecEnv, make_ready
+from pql.contract.rules import check_answer
 from pql.engine import crash, deadlines, watchdog
 from pql.engine.deadlines import Limit, idle_get, start_limit, step_limit
 from pql.engine.graph import clone_state
@@ -114,7 +115,7 @@ def run_episodes(
     """
     title, forget = f"the simulator {env.spec.name}", getattr(policy, "reset", lambda first=None: None)
     watchdog.touch(title)
-    obs = env.reset(seed)
+    check_answer("reset", obs := env.reset(seed), env.spec)
     watchdog.touch()
     forget()
     ended(0)
@@ -139,6 +140,8 @@ def run_episodes(
         watchdog.touch(title)
         step = env.step(action)
         watchdog.stepped()
+        if i == 1:
+            check_answer("step", step, env.spec)
         success = (step.log["success"] > 0).float() if judged else torch.zeros_like(step.reward)
         row = torch.stack([step.reward, torch.ones_like(step.reward), success])
         counts = live & step.valid

@@ -5,7 +5,7 @@ import shlex
 import subprocess
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 
 import grpc
@@ -267,6 +267,32 @@ def test_slots_without_an_actor_are_no_episodes(address):
         assert min(result.lengths) > 0
         assert next(joins) < 70  # it does not wait for actors that never joined
         env.close()
+
+
+@pytest.mark.parametrize(
+    ("slip", "words"),
+    [
+        ("reward", r"step\(\) to return what its spec says, but reward has shape \[2, 1\], expected \[2\]"),
+        ("obs", r"reset\(\) to return what its spec says, but obs\[policy\] has shape \[2, 3\], expected \[2, 2\]"),
+        ("groups", r"reset\(\) to return what its spec says, but obs has groups \['state'\], expected \['policy'\]"),
+    ],
+)
+def test_an_actor_says_which_answer_is_not_as_its_specification_says(address, slip, words):
+    """A column of rewards has the bytes of a row of them, so the learner cannot see it."""
+    sim = make_sim("counter", 2, {})
+    reset, step = sim.reset, sim.step
+    if slip == "reward":
+        sim.step = lambda action: (now := step(action))._replace(reward=now.reward[:, None])
+    else:
+        name, width = ("policy", 3) if slip == "obs" else ("state", 2)
+        sim.reset = lambda seed=None: {name: np.zeros((2, width), np.float32) + reset(seed)["policy"][:, :1]}
+    with acting(address, sim) as ended, closing(Remote(2, listen=address, timeout=2.0)) as env:
+        with suppress(RunError):
+            env.reset(0)
+            env.step(torch.zeros(2, 2))
+        wait_until(lambda: ended)
+    assert isinstance(ended[0], ConfigError)
+    assert re.fullmatch(rf"--task=counter: expected {words}: pql doctor --env NAME tests it", str(ended[0]))
 
 
 def test_evaluation_says_whom_it_waits_for(address):
