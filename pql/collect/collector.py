@@ -105,9 +105,9 @@ class Collector:
         size = spec.num_envs // groups
         together = groups == 1 and not self.late
         self.box = FlightRecorder(env, groups)
-        self.quarantine = Quarantine(
-            spec.num_envs, self.device, together, self.restart if together and self.restarts else None
-        )
+        restart = self.restart if together and self.restarts else None
+        goes_on = spec.autoreset == "next_step" and not spec.info.get("lost_life")
+        self.quarantine = Quarantine(spec.num_envs, self.device, together, restart, goes_on)
         ranges = [slice(g * size, (g + 1) * size) for g in range(groups)] if groups > 1 or self.late else [None]
         self.lanes = [EnvSlice(self, columns, capture) for columns in ranges]
         self.ragged = Ragged(self) if self.late else None

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pql.collect.collector import Collector
+from pql.collect.nonfinite import LARGEST, all_finite
 from pql.contract.env import Discrete, EnvSpec, ObsSpec
 from pql.data.flags import FINAL_OK, NEXT_FIRST, TERMINATED, VALID, tables
 from pql.data.frames import Stacker, deepest, kept_shape
@@ -150,8 +151,8 @@ def picked(given: Transitions, which: slice) -> Transitions:
 def check_values(setting: str, path: str | Path, given: Transitions, spec: EnvSpec) -> None:
     """Raise ``ConfigError`` for non-finite values or invalid actions."""
     for name, v in {**given.columns, **{f"obs.{k}": v for k, v in given.frames.items()}}.items():
-        if v.is_floating_point() and not bool(v.isfinite().all()):
-            raise ConfigError(setting, path, f"finite numbers in column {name}")
+        if v.is_floating_point() and not all_finite((v,)):
+            raise ConfigError(setting, path, f"finite numbers in column {name}, below {LARGEST:g}")
     action = given.columns["action"]
     if isinstance(spec.action, Discrete):
         if action.numel() and not 0 <= int(action.min()) <= int(action.max()) < spec.action.n:
