@@ -84,7 +84,7 @@ def prefill(collector: Collector, path: str | Path, part: int = 0, parts: int = 
         ring.begin({k: v.to(ring.device) for k, v in collector.obs.items()})
     valid = flags & VALID > 0
     for part in stream.origin[at[:-1][valid]].split(CHUNK):
-        seen = {k: v for k, v in spec.obs.items() if v.dtype.is_floating_point}
+        seen = {k: v for k, v in spec.obs.items() if k in collector.normalizer.moments}
         shown = {k: taken.frames[k][taken.obs[k][part]].view(-1, *s.shape) for k, s in seen.items()}
         collector.normalizer.observe({k: v.to(collector.device) for k, v in shown.items()})
     collector.normalizer.freeze()

@@ -25,7 +25,8 @@ class ObsSpec:
 
     Attributes:
         shape: without the N axis: ``(D,)`` for a vector, ``(C, H, W)`` or ``(H, W, C)`` for an image.
-        dtype: float32 for vectors, usually uint8 for images.
+        dtype: float32 for vectors, usually uint8 for images; also bool, uint8, signed integers and other floats. Replay
+            and rollout store integers as they are; ``docs/networks.md`` says how networks read them.
         stack: number of stacked frames. If above 1, the first axis of ``shape`` has this size and holds the newest
             frames, oldest first; frames from before the episode are zeros. The replay buffer then stores each frame
             once and rebuilds the stacks when it samples.
@@ -34,6 +35,15 @@ class ObsSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     stack: int = 1
+
+    def read_dtype(self, integers: bool = True) -> torch.dtype:
+        """Return the dtype in which networks read the group: float32, but uint8 for images of bytes.
+
+        Args:
+            integers: integers and booleans become float32; False: they keep their dtype.
+        """
+        bytes_of_image = self.dtype == torch.uint8 and len(self.shape) > 1
+        return torch.float32 if self.dtype.is_floating_point or (integers and not bytes_of_image) else self.dtype
 
 
 @dataclass(frozen=True)

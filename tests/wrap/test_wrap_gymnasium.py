@@ -13,8 +13,10 @@ from gymnasium.vector import AutoresetMode  # noqa: E402
 from wrapped import Groups, N, score  # noqa: E402
 
 import pql  # noqa: E402
+from pql.contract.env import ObsSpec  # noqa: E402
 from pql.envs.adapters.gymnasium import GymnasiumVec  # noqa: E402
 from pql.envs.toy import Counter  # noqa: E402
+from pql.wrap.to_gymnasium import box  # noqa: E402
 
 MODES = {"next_step": AutoresetMode.NEXT_STEP, "same_step": AutoresetMode.SAME_STEP}
 
@@ -118,6 +120,14 @@ def test_groups_become_a_dict_and_discrete_actions_stay_discrete():
     assert env.single_observation_space.contains(final)
     assert final["policy"][1] == 7
     assert final["critic"][1].tolist() == [7, 7, 7]
+
+
+def test_whole_numbers_keep_their_type_and_range():
+    ends = {"int16": (-(2**15), 2**15 - 1), "uint8": (0, 255), "bool": (0, 1), "float64": (-np.inf, np.inf)}
+    for kind, (low, high) in ends.items():
+        space = box(ObsSpec((2,), getattr(torch, kind)))
+        assert space.dtype == (np.float32 if kind == "float64" else np.dtype(kind))
+        assert (space.low.min(), space.high.max()) == (low, high)
 
 
 def test_gymnasium_code_trains():
