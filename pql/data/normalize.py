@@ -181,11 +181,13 @@ class Normalizer(nn.Module):
         return {k: self._map(k, v) for k, v in obs.items()}
 
     def _map(self, k: str, x: Tensor) -> Tensor:
-        if k in self.moments:
-            out = torch.addcmul(getattr(self, f"shift_{k}"), x.float(), getattr(self, f"scale_{k}"))
-            return out.clamp_(-CLIP, CLIP)
         factor = self.factors.get(k)
-        return x if factor is None else x.float() if factor == 1 else x.float() * factor
+        if k not in self.moments and factor is None:
+            return x
+        x = x if x.dtype == torch.float32 else x.float()  # an export would record a conversion to the same type
+        if factor is not None:
+            return x if factor == 1 else x * factor
+        return torch.addcmul(getattr(self, f"shift_{k}"), x, getattr(self, f"scale_{k}")).clamp_(-CLIP, CLIP)
 
     def _groups(self) -> Iterator[tuple[str, Moments]]:
         return ((k, cast(Moments, m)) for k, m in self.moments.items())
