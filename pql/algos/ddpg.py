@@ -27,7 +27,7 @@ from pql.config.families import own
 from pql.contract.env import EnvSpec
 from pql.engine.optim import AdamW, polyak
 from pql.errors import ConfigError
-from pql.nets.encoders import Outputs, squashes
+from pql.nets.encoders import Outputs, read_specs, squashes
 from pql.nets.layers import batch_statistics
 from pql.nets.mlp import Critic, DeterministicPolicy, Flat
 from pql.types import Batch, Metrics, Obs, ObsBatch
@@ -110,7 +110,7 @@ def deterministic_policy(config: Config, spec: EnvSpec) -> nn.Module:
         make_deterministic_policy(config, spec, DeterministicPolicy, probe_deterministic),
         own(config, DdpgConfig).policy,
     )
-    if net.net is not None and net.saturation_penalty > 0 and not squashes(policy, spec):
+    if net.net is not None and net.saturation_penalty > 0 and not squashes(policy, read_specs(config, spec)):
         allowed = f"0, or a method before_tanh(obs) of algo.policy.net={net.net} whose tanh is forward(obs)"
         raise ConfigError("algo.policy.saturation_penalty", net.saturation_penalty, allowed)
     return policy

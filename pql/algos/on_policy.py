@@ -29,7 +29,7 @@ from pql.engine.worker import Learner, State
 from pql.errors import ConfigError, gib
 from pql.nets.actor_critic import ActorCritic, Body, OwnBody, StateValue, StochasticPolicy
 from pql.nets.distributions import ActionDist, Categorical, DiagGaussian, MultiCategorical
-from pql.nets.encoders import custom_network, groups_of, make_input, make_layers
+from pql.nets.encoders import custom_network, groups_of, make_input, make_layers, read_specs
 from pql.nets.mlp import Flat, seeded
 from pql.types import Metrics
 
@@ -201,7 +201,7 @@ def make_body(config: Config, spec: EnvSpec, which: str) -> Body | OwnBody:
     algo = own(config, StochasticConfig)
     net = algo.policy if which == "policy" else algo.critic
     if net.net is not None:
-        return OwnBody(custom_network(config, spec, which), spec.obs)
+        return OwnBody(custom_network(config, spec, which), read_specs(config, spec))
     return Body(make_input(config, spec, which), make_layers(net), algo.lstm)
 
 

@@ -216,6 +216,7 @@ def make_normalizer(setup: Setup) -> Normalizer:
         algo.gamma if algo.normalize_reward else None,
         config.task.reward_clip,
         algo.return_cap if algo.normalize_reward else None,
+        algo.normalize_integers,
     )
 
 

@@ -30,7 +30,7 @@ from pql.engine.worker import Learner, State
 from pql.nets.actor_critic import Body, OwnBody, StochasticPolicy, bfloat16
 from pql.nets.distributions import DiagGaussian, hl_gauss, squashed_gaussian
 from pql.nets.embedding import Embedder, EmbeddingCritic
-from pql.nets.encoders import Outputs, custom_network, make_input, make_layers
+from pql.nets.encoders import Outputs, custom_network, make_input, make_layers, read_specs
 from pql.nets.mlp import Flat, seeded
 from pql.types import Metrics, Obs
 
@@ -261,7 +261,7 @@ def make_reppo_policy(config: Config, spec: EnvSpec, amp: bool = False) -> Stoch
     """Create a freshly initialised policy network. Evaluation, loading and export compute in float32."""
     net = own(config, ReppoConfig).policy
     if net.net is not None:
-        body: Body | OwnBody = OwnBody(custom_network(config, spec, "policy"), spec.obs)
+        body: Body | OwnBody = OwnBody(custom_network(config, spec, "policy"), read_specs(config, spec))
     else:
         body = Body(make_input(config, spec, "policy"), make_layers(net))
     return StochasticPolicy(body, DiagGaussian(cast(Box, spec.action).size, squash=True), None, amp)
@@ -276,7 +276,7 @@ def make_reppo_critic(config: Config, spec: EnvSpec) -> EmbeddingCritic:
         return EmbeddingCritic(embedder, embedder.size, layers, atoms, net.sigma)
     given = custom_network(config, spec, "critic", probe_embedder)
     with torch.no_grad():
-        obs = {k: torch.zeros(2, *s.shape, dtype=s.dtype) for k, s in spec.obs.items()}
+        obs = {k: torch.zeros(2, *s.shape, dtype=s.dtype) for k, s in read_specs(config, spec).items()}
         width = given(obs, torch.zeros(2, size)).shape[-1]
     return EmbeddingCritic(given, width, layers, atoms, net.sigma)
 

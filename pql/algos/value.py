@@ -43,7 +43,7 @@ from pql.engine.schedule import LONGEST_HORIZON, Counts
 from pql.engine.worker import Learner, State
 from pql.errors import ConfigError
 from pql.nets.actor_critic import OwnBody
-from pql.nets.encoders import custom_network, groups_of, make_input, make_layers
+from pql.nets.encoders import custom_network, groups_of, make_input, make_layers, read_specs
 from pql.nets.mlp import Flat, NetInput, seeded
 from pql.nets.q import QNetwork, QuantileNetwork
 from pql.types import Batch, Metrics, split
@@ -277,7 +277,7 @@ def with_critic(config: Config, critic: TrainedNetConfig) -> Config:
 def make_value_input(config: Config, spec: EnvSpec) -> NetInput:
     """Create the input layers of a value network from its settings, or from a custom ``algo.critic.net``."""
     if critic_of(config).net is not None:
-        body = OwnBody(custom_network(config, spec, "critic"), spec.obs)
+        body = OwnBody(custom_network(config, spec, "critic"), read_specs(config, spec))
         return NetInput(groups_of(config, spec, "critic")[0], body.size, body)
     return make_input(config, spec, "critic")
 

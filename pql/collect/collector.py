@@ -20,8 +20,9 @@ from pql.collect.episodes import EpisodeStats
 from pql.collect.nonfinite import Quarantine, mask_and
 from pql.collect.recorder import FlightRecorder
 from pql.collect.saturation import Saturation
-from pql.contract.env import VecEnv, check_answer, make_ready
+from pql.contract.env import VecEnv, make_ready
 from pql.contract.optional import PartialReset, Resumable, supports
+from pql.contract.rules import check_answer
 from pql.data.normalize import Normalizer
 from pql.data.replay import Replay
 from pql.engine.graph import Capture
@@ -104,9 +105,9 @@ class Collector:
         size = spec.num_envs // groups
         together = groups == 1 and not self.late
         self.box = FlightRecorder(env, groups)
-        self.quarantine = Quarantine(
-            spec.num_envs, self.device, together, self.restart if together and self.restarts else None
-        )
+        restart = self.restart if together and self.restarts else None
+        goes_on = spec.autoreset == "next_step" and not spec.info.get("lost_life")
+        self.quarantine = Quarantine(spec.num_envs, self.device, together, restart, goes_on)
         ranges = [slice(g * size, (g + 1) * size) for g in range(groups)] if groups > 1 or self.late else [None]
         self.lanes = [EnvSlice(self, columns, capture) for columns in ranges]
         self.ragged = Ragged(self) if self.late else None
@@ -127,7 +128,7 @@ class Collector:
         self.box.forget()
         if self.saturation is not None:
             self.saturation.reset()  # capturing has called the policy
-        check_answer("reset", shown := self.env.reset(seed), dict, self.env.spec)
+        check_answer("reset", shown := self.env.reset(seed), self.env.spec)
         obs = self.quarantine.begin(shown)
         self._keep(obs)
         for store in self.stores:
@@ -206,7 +207,8 @@ class Collector:
     def restart(self, mask: Tensor) -> Obs:
         """Restart the environments of ``mask`` ([N] bool) and return all current observations."""
         self.box.restarted(mask)
-        return cast(PartialReset, self.env).reset_where(mask)
+        check_answer("reset_where", shown := cast(PartialReset, self.env).reset_where(mask), self.env.spec)
+        return shown
 
     def _mend(self) -> None:
         """Restart the environments in quarantine, between two ticks."""

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from pql.collect.asynchronous import masked_update
 from pql.collect.nonfinite import floats, mask_and
-from pql.contract.env import Discrete, MultiDiscrete, capturable, check_answer
+from pql.contract.env import Discrete, MultiDiscrete, capturable
 from pql.contract.optional import Capturable, GroupedEnv
+from pql.contract.rules import check_answer
 from pql.data.normalize import ALL
 from pql.engine import watchdog
 from pql.engine.graph import Capture, Graph, make_graph
@@ -60,6 +61,7 @@ class EnvSlice:
         self.made = floats((self.actor.action, self.actor.record(self.actor.action.device), self.actor.memory))
         self.bridged = self.env.spec.stream == "default" and self.device.type == "cuda"
         self.now: Step | None = None
+        self.checked = False  # that steps are as the specification says
         # A copy to another device joins that device's current stream, which is not allowed during capture.
         here = all(store.device == self.actor.action.device for store in self.stores)
         alone = here and self.ids is None and not self.bridged and Graph.possible(self.device)
@@ -133,7 +135,7 @@ class EnvSlice:
 
     def record(self, step: Step) -> None:
         """Write the row of a step to the stores, and update the statistics."""
-        check_answer("step", step, Step, self.env.spec)
+        self._check(step)
         if self.bridged:
             for tensor in named_step(step).values():
                 tensor.record_stream(torch.cuda.current_stream(self.device))
@@ -179,9 +181,15 @@ class EnvSlice:
     def _step_body(self) -> None:
         self._act_body()
         step = self.env.step(self.actor.action)
-        check_answer("step", step, Step, self.env.spec)
+        self._check(step)
         self.now = step
         self._record_body()
+
+    def _check(self, step: Step) -> None:
+        """Check the first step [n, ...] against the specification."""
+        if not self.checked:
+            check_answer("step", step, self.env.spec, len(self.obs["policy"]))
+            self.checked = True
 
     def _load(self, step: Step) -> None:
         """Copy a simulator's step to the addresses that the captured recording reads, by name."""

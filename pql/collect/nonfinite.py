@@ -9,7 +9,8 @@ simulator gets them, and a step before it is used. ::
     recorded      row      filler    row           a filler with ``first``: the episode before it ends unannounced
 
 All readers of rows handle filler rows, so no other code has to handle non-finite values. Other environments are not
-affected.
+affected. A row that terminates needs no next observation: if its reward is finite it is kept, without a final
+observation (zeros, and ``final_ok`` is False) where that is not.
 
 An environment is restarted (``reset_where``) at once on the CPU if all environments step together, otherwise between
 two ticks, so that the host does not wait for a device. A simulator that cannot restart single environments ends
@@ -21,7 +22,6 @@ This file knows nothing of stores, learners or logs.
 
 import copy
 import functools
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -33,6 +33,8 @@ from pql.engine.graph import Graph, host_reads
 from pql.errors import RunError
 from pql.types import Obs, Step, chosen, column
 
+LARGEST = 1e18
+"""Numbers from this size on count as not finite: in float32 their squares, and sums of some hundred, overflow."""
 LAG = 3
 """Ticks after which the host reads a GPU's flags; the host is at most two ahead, so they have arrived."""
 
@@ -44,6 +46,7 @@ class Quarantine:
         together: all environments step at once, so a step without any finite row ends the run immediately.
         restart: restarts the environments of a mask [N] and returns all current observations; None: no restart within
             a step.
+        next_step: the simulator begins a new episode in the row after a termination, whatever it returned with it.
 
     Attributes:
         out: [N] bool; the current observation is not finite: the policy acts on the last finite one.
@@ -60,6 +63,7 @@ class Quarantine:
         device: torch.device,
         together: bool = True,
         restart: Callable[[Tensor], Obs] | None = None,
+        next_step: bool = False,
     ):
         flags = functools.partial(torch.zeros, num_envs, dtype=torch.bool, device=device)
         self.out, self.fresh, self.void = flags(), flags(), flags()
@@ -69,6 +73,7 @@ class Quarantine:
         self.host = not Graph.possible(device)
         self.together, self.over = together and self.host, False
         self.restart = restart if self.together else None
+        self.next_step = next_step
         self._flags = torch.zeros(LAG, 2, dtype=torch.bool, pin_memory=device.type == "cuda")  # (any, all) out, by tick
         self._events: list[Any] = [None] * LAG
         self._looks = 0
@@ -117,29 +122,47 @@ class Quarantine:
         numbers = floats((step.obs, step.final_obs, step.reward))
         if self.host and all_finite(numbers) and not (self.out | self.void).any():
             return step, None
-        seen = finite_rows(floats(step.obs), self.out)
-        bad = self.void | ~(seen & finite_rows(floats((step.final_obs, step.reward)), self.out))
-        row = torch.ones_like(bad) if arrived is None else arrived
-        lost = (bad | self.out) & row
-        out = lost & ~((step.first | self.fresh) & seen)  # a new episode with a finite observation is no longer out
-        obs = step.obs
+        paid, seen, known = (finite_rows(floats(part), self.out) for part in (step.reward, step.obs, step.final_obs))
+        sound = paid & ~(self.out | self.void)
+        lost = ~(sound & (step.terminated | (seen & known)))  # a termination needs no next observation
+        out = ~seen | (lost & ~(step.first | self.fresh))  # the first observation of an episode ends it
+        obs, first, blank = step.obs, step.first, None
+        if self.next_step:  # the next row begins an episode
+            blank = sound & step.terminated & ~(seen | first)
+            obs, out = zeroed(blank, obs), out & ~blank
+        lost = lost if arrived is None else lost & arrived
         if self.together and bool(lost.all()):
             self.stop()
         if self.restart is not None and bool(out.any()):
             fresh = self.restart(out)
             well = out & finite_rows(floats(fresh), out)
             self.restarted += well.sum()
-            obs, out = chosen(well, fresh, obs), out & ~well
+            obs, out, first = chosen(well, fresh, obs), out & ~well, first | well
         self.dropped += lost.sum()
-        self.out.copy_(torch.where(row, out, self.out))  # unchanged where no answer arrived
-        self.fresh &= ~row
-        return filler_step(step, lost | self.out, chosen(self.out, held, obs)), ~self.out
+        fillers = self._note(out, lost, arrived)
+        step = step._replace(
+            first=first, final_obs=zeroed(~known, step.final_obs), final_ok=step.final_ok & (known | ~step.terminated)
+        )
+        shown = ~self.out if blank is None else ~(self.out | blank)
+        return filler_step(step, fillers, chosen(self.out, held, obs)), shown
+
+    def _note(self, out: Tensor, lost: Tensor, arrived: Tensor | None) -> Tensor:
+        """Set who is out, unchanged where no answer ``arrived``; return the rows that become fillers. All [n] bool."""
+        if arrived is None:
+            self.out.copy_(out)
+            self.fresh.zero_()
+            return lost
+        self.out.copy_(torch.where(arrived, out, self.out))
+        self.fresh &= ~arrived
+        return lost | (self.out & ~arrived)
 
     def stop(self) -> NoReturn:
         """End the run."""
         self.out.fill_(True)
         self.over = True
-        raise RunError("no environment gives finite observations and rewards, or receives finite actions")
+        raise RunError(
+            f"no environment gives finite observations and rewards (below {LARGEST:g}), or receives finite actions"
+        )
 
     # -- between ticks ------------------------------------------------------------------------------------------------
 
@@ -231,20 +254,27 @@ def floats(tree: Any) -> list[Tensor]:
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Return True if the sum of all numbers (any shape) is finite; an overflow counts as non-finite. CPU only."""
-    return math.isfinite(sum(float(t.sum()) for t in tensors))
+    """Return True if every number (any shape) is finite and smaller than ``LARGEST``. CPU only."""
+    ends = (float(end) for t in tensors if t.numel() for end in t.aminmax())
+    return all(-LARGEST < end < LARGEST for end in ends)  # NaN: False
 
 
 def finite_rows(tensors: Iterable[Tensor], like: Tensor) -> Tensor:
-    """Return [n] bool: every number of the row is finite in every tensor [n, ...]."""
-    good = torch.ones_like(like)
+    """Return [n] bool: every number of the row is finite, and smaller than ``LARGEST``, in every tensor [n, ...]."""
+    good = None
     for tensor in tensors:
         if not tensor.numel():  # the memory of a network without one
             continue
         size = tensor.abs()
         size = size.flatten(1).amax(1) if size.dim() > 1 else size
-        good &= size < math.inf  # False for NaN, too
-    return good
+        here = size < LARGEST  # False for NaN, too
+        good = here if good is None else good & here
+    return torch.ones_like(like) if good is None else good
+
+
+def zeroed(mask: Tensor, obs: Obs) -> Obs:
+    """Return float groups [n, ...] with zeros in the rows of ``mask`` [n]."""
+    return {k: v.masked_fill(column(mask, v), 0) if v.is_floating_point() else v for k, v in obs.items()}
 
 
 def filler_step(step: Step, lost: Tensor, obs: Obs) -> Step:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pql.collect.collector import Collector
+from pql.collect.nonfinite import LARGEST, all_finite
 from pql.contract.env import Discrete, EnvSpec, ObsSpec
 from pql.data.flags import NEXT_FIRST, TERMINATED, VALID, tables
 from pql.data.frames import Stacker, deepest, kept_shape
@@ -84,7 +85,7 @@ def prefill(collector: Collector, path: str | Path, part: int = 0, parts: int = 
         ring.begin({k: v.to(ring.device) for k, v in collector.obs.items()})
     valid = flags & VALID > 0
     for part in stream.origin[at[:-1][valid]].split(CHUNK):
-        seen = {k: v for k, v in spec.obs.items() if v.dtype.is_floating_point}
+        seen = {k: v for k, v in spec.obs.items() if k in collector.normalizer.moments}
         shown = {k: taken.frames[k][taken.obs[k][part]].view(-1, *s.shape) for k, s in seen.items()}
         collector.normalizer.observe({k: v.to(collector.device) for k, v in shown.items()})
     collector.normalizer.freeze()
@@ -143,8 +144,8 @@ def picked(given: Transitions, which: slice) -> Transitions:
 def check_values(setting: str, path: str | Path, given: Transitions, spec: EnvSpec) -> None:
     """Raise ``ConfigError`` for non-finite values or invalid actions."""
     for name, v in {**given.columns, **{f"obs.{k}": v for k, v in given.frames.items()}}.items():
-        if v.is_floating_point() and not bool(v.isfinite().all()):
-            raise ConfigError(setting, path, f"finite numbers in column {name}")
+        if v.is_floating_point() and not all_finite((v,)):
+            raise ConfigError(setting, path, f"finite numbers in column {name}, below {LARGEST:g}")
     action = given.columns["action"]
     if isinstance(spec.action, Discrete):
         if action.numel() and not 0 <= int(action.min()) <= int(action.max()) < spec.action.n:

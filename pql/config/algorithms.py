@@ -77,6 +77,12 @@ class AlgoConfig:
     normalize_obs: bool = setting(
         True, "Normalise observations with their running mean and variance.", weights="policy"
     )
+    normalize_integers: bool = setting(
+        True,
+        "Treat observations of integers, bytes and booleans like floats, images of bytes excepted; false: networks get "
+        "them as they are, for embeddings.",
+        weights="policy",
+    )
     reward_scale: float = setting(
         1.0,
         "Constant factor on rewards, in addition to task.reward_scale, for algorithms that assume a range of returns.",

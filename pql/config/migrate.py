@@ -20,6 +20,10 @@ OWN = {
 """Former groups below ``algo`` with the settings of one family."""
 
 
+COMMON = {"name", "family", "schedule", "gamma", "warmup_steps", "normalize_obs", "reward_scale", "normalize_reward"}
+"""Settings of every algorithm in every release: a config that has all of them was stored as a whole."""
+
+
 def migrated(data: Any) -> Any:
     """Return ``data`` reduced to the chosen algorithm's settings if it has those of all (up to version 0.1.0).
 
@@ -29,6 +33,9 @@ def migrated(data: Any) -> Any:
     if isinstance(data, Mapping) and "cuda_graphs" in data:  # its name up to version 0.2.0
         data = {("graphs" if k == "cuda_graphs" else k): v for k, v in data.items()}
     algo = data.get("algo") if isinstance(data, Mapping) else None
+    if isinstance(algo, Mapping) and "normalize_integers" not in algo and algo.keys() >= COMMON:
+        algo = {**algo, "normalize_integers": False}  # stored before the setting existed
+        data = {**data, "algo": algo}
     if not isinstance(algo, Mapping) or not all(isinstance(algo.get(k), Mapping) for k in ("ppo", "dqn", "sac")):
         return data
     record, family = record_of(algo), algo.get("family", "ddpg")

@@ -79,7 +79,7 @@ class ReplayConfig:
     capacity: int = setting(5_000_000, "Transitions, summed over all environments.", low=1, high=10**12, ranks="floor")
     dtype: str = setting(
         "float32",
-        "Storage type of floating-point observations; uint8 stays uint8.",
+        "Storage type of floating-point observations; integers and booleans keep their type.",
         choices=("float32", "float16", "bfloat16"),
     )
     prefill: str | None = setting(None, "File of recorded transitions that fills the replay of a new run at its start.")

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from pql.contract.env import Action, Box, Discrete, EnvSpec, MultiDiscrete, VecEnv, adapted, capturable
+from pql.contract.env import Action, Box, Discrete, EnvSpec, MultiDiscrete, VecEnv, adapted, capturable, undeclared
 from pql.contract.grouped import join_steps
 from pql.contract.optional import Capturable, GroupedEnv, Resumable, supports
 from pql.contract.rules import (
@@ -178,7 +178,9 @@ class Checker:
         """Test that replaying a step captured once gives the bits of stepping."""
         env = self.env
         if not capturable(env) or not stable:
-            self.skipped["capturable"] = "needs determinism" if capturable(env) else "not declared"
+            anew = f"not declared by {type(env).__name__}, which overrides {undeclared(env)}"
+            bare = anew if getattr(env, "capturable", False) else "not declared"
+            self.skipped["capturable"] = "needs determinism" if capturable(env) else bare
             return
         env.reset(self.seed)
         given, found = [action.clone() for action in self.actions(len(digests))], []

@@ -4,7 +4,9 @@ A ``VecEnv`` takes and returns tensors on its own device; ``pql.types.Step`` def
 simulator: ``registry.py`` resolves names when they are used.
 """
 
+import functools
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, cast, runtime_checkable
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pql.contract.registry import check_chosen, find_factory, import_name
-from pql.errors import ConfigError, nearest
+from pql.errors import ConfigError, PqlWarning, nearest
 from pql.types import Obs, Step
 
 
@@ -23,7 +25,8 @@ class ObsSpec:
 
     Attributes:
         shape: without the N axis: ``(D,)`` for a vector, ``(C, H, W)`` or ``(H, W, C)`` for an image.
-        dtype: float32 for vectors, usually uint8 for images.
+        dtype: float32 for vectors, usually uint8 for images; also bool, uint8, signed integers and other floats. Replay
+            and rollout store integers as they are; ``docs/networks.md`` says how networks read them.
         stack: number of stacked frames. If above 1, the first axis of ``shape`` has this size and holds the newest
             frames, oldest first; frames from before the episode are zeros. The replay buffer then stores each frame
             once and rebuilds the stacks when it samples.
@@ -32,6 +35,15 @@ class ObsSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     stack: int = 1
+
+    def read_dtype(self, integers: bool = True) -> torch.dtype:
+        """Return the dtype in which networks read the group: float32, but uint8 for images of bytes.
+
+        Args:
+            integers: integers and booleans become float32; False: they keep their dtype.
+        """
+        bytes_of_image = self.dtype == torch.uint8 and len(self.shape) > 1
+        return torch.float32 if self.dtype.is_floating_point or (integers and not bytes_of_image) else self.dtype
 
 
 @dataclass(frozen=True)
@@ -231,8 +243,35 @@ the ``EnvSpec`` without starting the simulator, so that memory use can be checke
 
 
 def capturable(env: VecEnv) -> bool:
-    """Return True if ``env.step`` can be captured in a CUDA graph; see ``pql.contract.optional``."""
-    return bool(getattr(env, "capturable", False))
+    """Return True if ``env.step`` can be captured in a CUDA graph; see ``pql.contract.optional``.
+
+    A class that overrides methods of a capturable one must declare it anew: Python code of its own would run only while
+    the graph is captured. If it does not, the answer is False, with a warning, once for each class.
+    """
+    if not getattr(env, "capturable", False):
+        return False
+    if changed := undeclared(env):
+        _tell_undeclared(type(env), changed)
+    return not changed
+
+
+BESIDE_STEP = {"close", "describe", "obs_spec", "prepare", "render", "viewer", "web_viewer", "measures", "beside"}
+"""Methods that a step does not call."""
+
+
+def undeclared(env: VecEnv) -> str:
+    """Return the first method that ``env`` or its class overrides below the declaration of ``capturable``, or ""."""
+    places = [getattr(env, "__dict__", {}), *map(vars, type(env).__mro__)]
+    level = next((i for i, place in enumerate(places) if "capturable" in place), len(places))
+    inherited = {name for place in places[level:] for name in place} | {"step", "reset"}
+    own = [k for place in places[:level] for k, v in place.items() if callable(v) or isinstance(v, classmethod)]
+    return next((n for n in own if n in inherited - BESIDE_STEP and not n.startswith("__")), "")
+
+
+@functools.cache
+def _tell_undeclared(kind: type, changed: str) -> None:
+    what = f"{kind.__name__} overrides {changed} of a capturable environment: its step is not captured in a CUDA graph"
+    warnings.warn(f"{what} unless {kind.__name__} itself declares capturable = True", PqlWarning, stacklevel=3)
 
 
 def make_ready(env: VecEnv) -> None:
@@ -295,16 +334,6 @@ def check_protocol(env: Any, setting: str = "env", name: str | None = None) -> N
         raise ConfigError(setting, name, f"a pql.VecEnv; {kind} is gymnasium's: 'task=gymnasium', 'task.id={known}'")
     wanted = "a pql.VecEnv: a spec (pql.EnvSpec), reset, step and close (pql.check_env tests it)"
     raise ConfigError(setting, name, f"{wanted}, not {kind}" if name != kind else wanted)
-
-
-def check_answer(method: str, answer: Any, kind: type, spec: EnvSpec) -> None:
-    """Raise ``ConfigError`` if ``answer``, returned by ``reset`` or ``step``, is not of type ``kind``."""
-    if not isinstance(answer, kind):
-        what = f"{method}() to return a {'dict of observations' if kind is dict else 'pql.Step'}"
-        like = ", as gymnasium has it" if isinstance(answer, tuple) else ""
-        raise ConfigError(
-            "task", spec.name, f"{what}, not a {type(answer).__name__}{like}: pql doctor --env NAME tests it"
-        )
 
 
 def check_keywords(factory: Callable[..., Any], kwargs: Mapping[str, Any], prefix: str = "") -> None:

@@ -17,6 +17,7 @@ from torch import Generator, Tensor
 
 from pql.contract.env import EnvSpec, VecEnv, make_ready, preparation
 from pql.contract.optional import PartialReset, Resumable, SplitStep, supports
+from pql.contract.rules import check_answer
 from pql.engine import deadlines
 from pql.engine.deadlines import answer_of, idle_get
 from pql.errors import ConfigError
@@ -76,7 +77,10 @@ class Grouped:
         if seed is not None:
             # seed + g would repeat seeds across groups: some simulators seed environment i with seed + i.
             seeds = torch.randint(2**31, (len(seeds),), generator=Generator().manual_seed(seed)).tolist()
-        return joined([env.reset(s) for env, s in zip(self.envs, seeds, strict=True)])
+        shown = [env.reset(s) for env, s in zip(self.envs, seeds, strict=True)]
+        for env, obs in zip(self.envs, shown, strict=True):
+            check_answer("reset", obs, env.spec)
+        return joined(shown)
 
     def send(self, action: Tensor, ids: Tensor) -> None:
         """Start a step of the group with environments ``ids`` [n]; ``action`` is [n, A] or [n]."""
@@ -93,7 +97,10 @@ class Grouped:
         """Step all groups with ``action`` [N, A] or [N]."""
         for ids in self.ids:
             self.send(action[ids[0] : ids[-1] + 1], ids)
-        return join_steps([self.recv()[1] for _ in self.ids])
+        steps = [self.recv()[1] for _ in self.ids]
+        for env, step in zip(self.envs, steps, strict=True):
+            check_answer("step", step, env.spec)
+        return join_steps(steps)
 
     def close(self) -> None:
         """Close all simulators and end their threads."""

@@ -11,8 +11,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from pql.contract.env import Box, Discrete, EnvSpec, MultiDiscrete, ObsSpec, VecEnv
+from pql.contract.env import Box, Discrete, EnvSpec, MultiDiscrete, ObsSpec, VecEnv, capturable
 from pql.contract.optional import AsyncEnv, GroupedEnv, PartialReset, Resumable, WithEvaluation, supports
+from pql.contract.rules import check_answer
 from pql.errors import ConfigError
 from pql.types import Obs, Step
 
@@ -46,6 +47,7 @@ class Feedback:
         self._choices = torch.tensor([i for n in counts for i in range(n)], device=device)
         self._last = torch.zeros(n, self._size, device=device)
         self._sent = torch.zeros(n, *action.shape, dtype=torch.int64, device=device)  # actions of pending steps
+        self._checked = False  # that steps are as the specification says
         if supports(env, Resumable):
             self.state_dict, self.load_state_dict = self._state_dict, self._load_state_dict
         if supports(env, PartialReset):
@@ -61,10 +63,16 @@ class Feedback:
             raise AttributeError(name)
         return getattr(self.env, name)
 
+    @property
+    def capturable(self) -> bool:
+        """True if the step of ``env`` can be captured."""
+        return capturable(self.env)
+
     def reset(self, seed: int | None = None) -> Obs:
         """Restart all environments; return their observations, [N, ...]."""
         self._last.zero_()
-        return self._seen(self.env.reset(seed))
+        check_answer("reset", shown := self.env.reset(seed), self.env.spec)
+        return self._seen(shown)
 
     def step(self, action: Tensor) -> Step:
         """Step all environments with ``action`` [N] or [N, K] int64."""
@@ -78,6 +86,9 @@ class Feedback:
 
     def _add_last(self, step: Step, action: Tensor) -> tuple[Step, Tensor]:
         """Add the group to a step [n, ...] taken with ``action`` [n, ...]; return it with the group, [n, ...]."""
+        if not self._checked:
+            check_answer("step", step, self.env.spec, len(action))
+            self._checked = True
         reward = step.reward if self.clip is None else step.reward.clamp(-self.clip, self.clip)
         one_hot = (action.view(len(action), -1).index_select(1, self._owner) == self._choices).float()
         last = torch.cat((one_hot, reward.unsqueeze(1)), 1)

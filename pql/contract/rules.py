@@ -1,19 +1,19 @@
 """Rules of ``check_env``: one function per rule; each takes one recorded step and returns a message, "" if it holds.
 
-They synchronise with the host, which code in a training loop must not do.
+They synchronise with the host, which code in a training loop must not do; :func:`check_answer` does not.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pql.contract import shapes
 from pql.contract.env import EnvSpec
+from pql.errors import ConfigError
 from pql.types import Obs, Step
-
-FLAGS = ("terminated", "truncated", "first", "final_ok", "valid")
 
 
 @dataclass
@@ -95,49 +95,62 @@ def clone(step: Step) -> Step:
 # --- rules on one step: "" if it holds, else the message ----------------------------------------------------------
 
 
-def _tensor_fault(name: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> str:
-    if not isinstance(value, Tensor):
-        return f"{name} is a {type(value).__name__}, not a tensor"
-    if tuple(value.shape) != shape:
-        return f"{name} has shape {list(value.shape)}, expected {list(shape)}"
-    if value.dtype != dtype:
-        return f"{name} is {value.dtype}, expected {dtype}"
-    if value.device.type != device.type or (device.index is not None and value.device.index != device.index):
-        return f"{name} is on {value.device}, expected {device}"
-    if value.requires_grad or value.is_inference():
-        return f"{name} must carry neither a gradient nor inference mode"
-    return ""
+def _judge(spec: EnvSpec) -> shapes.Judge:
+    """Judge tensors on the device of ``spec``; nothing waits for it."""
+    device = spec.device
+
+    def of(name: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype) -> str:
+        if not isinstance(value, Tensor):
+            return f"{name} is a {type(value).__name__}, not a tensor"
+        if tuple(value.shape) != shape:
+            return f"{name} has shape {list(value.shape)}, expected {list(shape)}"
+        if value.dtype != dtype:
+            return f"{name} is {value.dtype}, expected {dtype}"
+        if value.device.type != device.type or (device.index is not None and value.device.index != device.index):
+            return f"{name} is on {value.device}, expected {device}"
+        if value.requires_grad or value.is_inference():
+            return f"{name} must carry neither a gradient nor inference mode"
+        return ""
+
+    return of
 
 
 def obs_fault(name: str, obs: Any, spec: EnvSpec) -> str:
     """Check observation groups against ``spec.obs``: names, shapes [N, ...], dtypes, device."""
-    if not isinstance(obs, dict):
-        return f"{name} is a {type(obs).__name__}, expected a dict of the groups {sorted(spec.obs)}"
-    if set(obs) != set(spec.obs):
-        return f"{name} has groups {sorted(obs)}, expected {sorted(spec.obs)}"
-    for key, part in spec.obs.items():
-        if fault := _tensor_fault(f"{name}[{key}]", obs[key], (spec.num_envs, *part.shape), part.dtype, spec.device):
-            return fault
-    return ""
+    return shapes.obs_fault(name, obs, spec, _judge(spec))
 
 
 def shapes_fault(step: Any, spec: EnvSpec) -> str:
     """Check types, shapes, dtypes and devices of a step. The other rules are tested only if this one holds."""
     if not isinstance(step, Step):
         return f"step returned a {type(step).__name__}, not a pql.types.Step"
-    fault = obs_fault("obs", step.obs, spec) or obs_fault("final_obs", step.final_obs, spec)
-    for name in ("reward", *FLAGS):
-        dtype = torch.float32 if name == "reward" else torch.bool
-        fault = fault or _tensor_fault(name, getattr(step, name), (spec.num_envs,), dtype, spec.device)
-    return fault
+    return shapes.step_fault(step, spec, _judge(spec), torch.float32, torch.bool)
 
 
-def log_fault(step: Step, spec: EnvSpec) -> str:
+def log_fault(step: Any, spec: EnvSpec) -> str:
     """Check that ``log`` has the keys of ``spec.log``, each [N] float32."""
-    if set(step.log) != set(spec.log):
-        return f"log has keys {sorted(step.log)}, spec.log says {sorted(spec.log)}"
-    faults = (_tensor_fault(f"log[{k}]", v, (spec.num_envs,), torch.float32, spec.device) for k, v in step.log.items())
-    return next((fault for fault in faults if fault), "")
+    return shapes.log_fault(step.log, spec, _judge(spec), torch.float32)
+
+
+def check_answer(method: str, answer: Any, spec: EnvSpec, rows: int | None = None) -> None:
+    """Check what ``reset``, ``reset_where`` or ``step`` returned: the rules ``shapes`` and ``log``.
+
+    It looks at types and shapes only, so nothing waits for the device.
+
+    Args:
+        rows: environments that the answer is of; None: all.
+    Raises:
+        ConfigError: a rule is broken.
+    """
+    spec, whole = spec if rows is None else replace(spec, num_envs=rows), method == "step"
+    if not isinstance(answer, Step if whole else dict):
+        like = ", as gymnasium has it" if isinstance(answer, tuple) else ""
+        wanted = f"a {'pql.Step' if whole else 'dict of observations'}, not a {type(answer).__name__}{like}"
+    else:
+        fault = (shapes_fault(answer, spec) or log_fault(answer, spec)) if whole else obs_fault("obs", answer, spec)
+        wanted = fault and f"what its spec says, but {fault}"
+    if wanted:
+        raise ConfigError("task", spec.name, f"{method}() to return {wanted}: pql doctor --env NAME tests it")
 
 
 def finite(row: Row) -> str:

@@ -125,14 +125,15 @@ class Normalizer(nn.Module):
     """Observation normalisation per group, and a reward scale, published together.
 
     ``forward`` maps observations with the frozen statistics, clamped to +-5; before the first :meth:`freeze` it is
-    the identity (clamped). uint8 groups pass through.
+    the identity (clamped). Its output is float32, but images of uint8 pass through.
 
     Args:
-        normalize_obs: False: the identity, unclamped.
+        normalize_obs: False: the identity, unclamped; vectors of uint8 are scaled to [0, 1].
         reward_scale: constant factor on rewards.
         reward_gamma: discount of the return whose running standard deviation divides the reward; None: off.
         reward_clip: rewards are first clipped to +- this; None: no clipping.
         return_cap: the scale also keeps the largest |return| so far within this (FlashSAC); None: it does not.
+        integers: groups of integers and booleans are treated like floats; False: they pass through.
     """
 
     reward_scale: Tensor
@@ -149,11 +150,14 @@ class Normalizer(nn.Module):
         reward_gamma: float | None = None,
         reward_clip: float | None = None,
         return_cap: float | None = None,
+        integers: bool = True,
     ):
         super().__init__()
         self.base_scale, self.reward_gamma, self.reward_clip = reward_scale, reward_gamma, reward_clip
         self.return_cap = return_cap
-        groups = {k: s for k, s in obs.items() if normalize_obs and s.dtype.is_floating_point}
+        read = {k: s for k, s in obs.items() if s.read_dtype(integers) == torch.float32}
+        groups = read if normalize_obs else {}
+        self.factors = {k: 1 / 255 if s.dtype == torch.uint8 else 1.0 for k, s in read.items() if k not in groups}
         self.moments = nn.ModuleDict({k: Moments(s.shape, device) for k, s in groups.items()})
         for k, s in groups.items():  # x -> x * scale + shift
             self.register_buffer(f"scale_{k}", torch.ones(s.shape, device=device))
@@ -174,11 +178,16 @@ class Normalizer(nn.Module):
             self.fresh = [Moments(tuple(m.mean.shape), m.mean.device) for m in self._all()]
 
     def forward(self, obs: Obs) -> Obs:
-        return {k: self._map(k, v) if k in self.moments else v for k, v in obs.items()}
+        return {k: self._map(k, v) for k, v in obs.items()}
 
     def _map(self, k: str, x: Tensor) -> Tensor:
-        out = torch.addcmul(getattr(self, f"shift_{k}"), x, getattr(self, f"scale_{k}"))
-        return out.clamp_(-CLIP, CLIP)
+        factor = self.factors.get(k)
+        if k not in self.moments and factor is None:
+            return x
+        x = x if x.dtype == torch.float32 else x.float()  # an export would record a conversion to the same type
+        if factor is not None:
+            return x if factor == 1 else x * factor
+        return torch.addcmul(getattr(self, f"shift_{k}"), x, getattr(self, f"scale_{k}")).clamp_(-CLIP, CLIP)
 
     def _groups(self) -> Iterator[tuple[str, Moments]]:
         return ((k, cast(Moments, m)) for k, m in self.moments.items())

@@ -173,12 +173,7 @@ def read_transitions(
 
     def take(name: str, shape: list[int], kind: str, default: Tensor | None = None, also: str = "") -> None:
         value = default if default is not None and name not in data else column(name)
-        fits = {
-            "float": value.is_floating_point(),
-            "bool": value.dtype == torch.bool,
-            "uint8": value.dtype == torch.uint8,
-            "int64": value.dtype == torch.int64,
-        }[kind]
+        fits = value.is_floating_point() if kind == "float" else value.dtype == getattr(torch, kind)
         if list(value.shape) != shape or not fits:
             have = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
             raise ConfigError(setting, path, f"a column {name} of {kind} {shape}{also}, not {have}")
@@ -191,8 +186,9 @@ def read_transitions(
             if shape != full and column(name).shape == (*count, *full) and column(name).dtype == torch.uint8:
                 rows = column(name).flatten(0, len(count) - 1)
                 data[name] = in_parts(rows, shape).view(*count, *shape)
+            kind = "float" if s.dtype.is_floating_point else str(s.dtype).removeprefix("torch.")
             also = f" or of whole images {[*count, *full]}" if shape != full else ""
-            take(name, [*count, *shape], "float" if s.dtype.is_floating_point else "uint8", also=also)
+            take(name, [*count, *shape], kind, also=also)
 
     take_obs("obs", lead if flat else [lead[0] + 1, lead[1]])
     take("reward", lead, "float")

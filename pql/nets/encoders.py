@@ -160,7 +160,7 @@ def _check_image(encoder: EncoderConfig, group: str, shape: tuple[int, ...]) -> 
 def make_encoder(config: Config, spec: EnvSpec, which: str) -> Encoder | None:
     """Build the encoder of the network ``which`` ("policy" or "critic"); None if it reads a single float vector."""
     groups = groups_of(config, spec, which)
-    first = spec.obs[groups[0]]
+    first = read_specs(config, spec)[groups[0]]
     if len(groups) == 1 and len(first.shape) == 1 and first.dtype.is_floating_point:
         return None
     encoder = Encoder(spec.obs, groups, config.algo.encoder)
@@ -169,6 +169,12 @@ def make_encoder(config: Config, spec: EnvSpec, which: str) -> Encoder | None:
             nn.init.orthogonal_(layer.weight)
             nn.init.zeros_(cast(Tensor, layer.bias))
     return encoder
+
+
+def read_specs(config: Config, spec: EnvSpec) -> dict[str, ObsSpec]:
+    """Return the observation groups in the dtypes in which networks read them."""
+    integers = config.algo.normalize_integers
+    return {k: replace(s, dtype=s.read_dtype(integers)) for k, s in spec.obs.items()}
 
 
 def make_input(config: Config, spec: EnvSpec, which: str) -> NetInput:
@@ -249,7 +255,7 @@ def find_network(setting: str, name: str) -> Callable[[EnvSpec, Config], Any]:
 def try_out(config: Config, spec: EnvSpec, which: str, network: nn.Module, probe: Probe) -> None:
     """Raise ``ConfigError`` if outputs of ``network`` on two rows do not have the shapes that the algorithm needs."""
     setting, name = f"algo.{which}.net", getattr(config.algo, which).net
-    obs = {k: torch.zeros(2, *s.shape, dtype=s.dtype) for k, s in spec.obs.items()}
+    obs = {k: torch.zeros(2, *s.shape, dtype=s.dtype) for k, s in read_specs(config, spec).items()}
     action = torch.zeros(2, spec.action.size if isinstance(spec.action, Box) else 1)
     try:
         outputs = probe(network, obs, action)
@@ -263,14 +269,14 @@ def try_out(config: Config, spec: EnvSpec, which: str, network: nn.Module, probe
 
 
 @torch.no_grad()
-def squashes(policy: nn.Module, spec: EnvSpec) -> bool:
+def squashes(policy: nn.Module, read: Mapping[str, ObsSpec]) -> bool:
     """Test on two rows, with perturbed weights, that ``forward`` is the tanh of ``before_tanh``."""
     if not hasattr(policy, "before_tanh"):
         return False
     moved, gen = cast(Any, copy.deepcopy(policy)), torch.Generator().manual_seed(0)
     for weight in moved.parameters():
         weight += 0.1 * torch.randn(weight.shape, generator=gen)
-    drawn = {k: torch.randn(2, *s.shape, generator=gen) for k, s in spec.obs.items()}
-    kinds = {k: s.dtype for k, s in spec.obs.items()}
+    drawn = {k: torch.randn(2, *s.shape, generator=gen) for k, s in read.items()}
+    kinds = {k: s.dtype for k, s in read.items()}
     obs = {k: v if kinds[k].is_floating_point else (100 * v.abs()).to(kinds[k]) for k, v in drawn.items()}
     return torch.allclose(torch.tanh(moved.before_tanh(obs)).float(), moved(obs).float(), atol=1e-5)

@@ -33,7 +33,7 @@ SERVICE, METHOD = "pql.Remote", "Act"
 LARGEST = 64 << 20  # bytes of a message; the transport refuses a larger one before it is read
 LARGEST_JSON = 64 << 10
 FLAGS = ("terminated", "truncated", "first", "valid", "final_ok")  # bits of a row's flags, lowest first
-TYPES = ("float32", "uint8")  # of observations
+TYPES = ("float32", "uint8", "int8", "int16", "int32", "int64", "bool")  # of observations
 LOOPBACK = ("127.", "localhost:", "[::1]:", "unix:")  # prefixes of addresses that only this machine can reach
 
 Arrays = dict[str, np.ndarray]
@@ -320,7 +320,9 @@ class FrameReader:
         self.body, self.at = body, 0
 
     def array(self, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
-        """Return the next array of this type and shape."""
+        """Return the next array of this type and shape; a boolean is True for any byte but 0."""
+        if np.dtype(dtype) == bool:
+            return self.array("u1", shape) != 0
         kind, count = np.dtype(dtype), math.prod(shape)
         if self.at + count * kind.itemsize > len(self.body):
             raise WireError(f"a body of {len(self.body)} bytes is cut short")

@@ -68,7 +68,7 @@ class BasePolicy:
 
         Raises:
             ValueError: a group is missing.
-            ConfigError: a wrong shape, or other numbers for a uint8 group.
+            ConfigError: a wrong shape, or other numbers for a group of integers or booleans.
         """
         known = obs if isinstance(obs, Mapping) else {"policy": obs}
         if missing := [k for k in self.groups if k not in known]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pql.config.schema import EvalConfig
 from pql.contract.env import Box, Discrete, EnvSpec, MultiDiscrete, VecEnv, make_ready
+from pql.contract.rules import check_answer
 from pql.engine import crash, deadlines, watchdog
 from pql.engine.deadlines import Limit, idle_get, start_limit, step_limit
 from pql.engine.graph import clone_state
@@ -118,7 +119,7 @@ def run_episodes(
     """
     title, forget = f"the simulator {env.spec.name}", getattr(policy, "reset", lambda first=None: None)
     watchdog.touch(title)
-    obs = env.reset(seed)
+    check_answer("reset", obs := env.reset(seed), env.spec)
     watchdog.touch()
     forget()
     ended(0)
@@ -145,6 +146,8 @@ def run_episodes(
         watchdog.touch(title)
         step = env.step(action)
         watchdog.stepped()
+        if i == 1:
+            check_answer("step", step, env.spec)
         success = (step.log["success"] > 0).float() if judged else torch.zeros_like(step.reward)
         row = torch.stack([step.reward, torch.ones_like(step.reward), success])
         full = running[1] >= cap

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
+from pql.collect.nonfinite import LARGEST
 from pql.engine.placement import device_memory, host_memory
 from pql.errors import RunError, first_line, with_cause
 from pql.run.log.sinks import Row, memory
@@ -71,7 +72,8 @@ class NonFiniteMonitor:
         then = "was restarted" if self.restarts else "stays out until its simulator, which can restart no single "
         then += "" if self.restarts else "environment, begins an episode"
         self.warn(
-            f"{dropped:,.0f} rows left out: an observation, reward or action was not finite; the environment {then}"
+            f"{dropped:,.0f} rows left out: an observation, reward or action was not finite, or {LARGEST:g} and more; "
+            f"the environment {then}"
         )
 
     def _look_at_ends(self, lost: float) -> None:

@@ -17,6 +17,7 @@ from pql.config.schema import TaskConfig
 from pql.config.validate import EPISODES, STEPS, limits, resolve_device
 from pql.contract.env import VecEnv, find_factory
 from pql.contract.optional import Renderable, Viewable, supports
+from pql.contract.rules import check_answer
 from pql.engine.placement import set_precision
 from pql.engine.watchdog import Timed, guarded
 from pql.errors import ConfigError
@@ -144,12 +145,15 @@ class Stage:
         """Yield t before each step, when the rendered state is the one acted in."""
         env, declared = self.env, self.env.spec.max_episode_steps
         rows = LONGEST if declared is None else declared + (env.spec.autoreset == "next_step")  # a filler row ends it
-        obs, state = env.reset(self.seed), self.policy.initial_state(1)
+        check_answer("reset", obs := env.reset(self.seed), env.spec)
+        state = self.policy.initial_state(1)
         total, length = 0.0, 0
         for t in range(episodes * rows if steps is None else steps):
             yield t
             action, state = self.policy.act(obs, state)
             step = env.step(action)
+            if t == 0:
+                check_answer("step", step, env.spec)
             obs = step.obs
             if step.valid:
                 total, length = total + float(step.reward), length + 1

@@ -77,7 +77,8 @@ def fresh_policy(config: Config, spec: EnvSpec, device: str | torch.device) -> P
     with torch.random.fork_rng(devices=[]):  # leaves torch's global generator unchanged
         net = make_policy(config, spec).to(device)
     read = {k: spec.obs[k] for k in groups_read(net)}
-    norm = Normalizer(read, 1, device, config.algo.normalize_obs, config.task.reward_scale)
+    algo, factor = config.algo, config.task.reward_scale
+    norm = Normalizer(read, 1, device, algo.normalize_obs, factor, integers=algo.normalize_integers)
     return Policy(net, norm, spec)
 
 
@@ -237,6 +238,8 @@ def init_from(parts: Parts, source: Path) -> None:
         raise ConfigError("init_from", source, wanted)
     saved = dict(leaves(from_dict(manifest["config"])))
     same = deciding(parts.config, resume or not reads(parts.config, "algo.policy.hidden"))
+    if all(s.dtype.is_floating_point for s in parts.first.env.spec.obs.values()):
+        same.pop("algo.normalize_integers", None)
     mine = dict(leaves(parts.config))
     for name, value in {**same, **{n: mine[n] for n in NETWORKS if n in mine}}.items():
         if value != saved.get(name, value):

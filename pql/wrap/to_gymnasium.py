@@ -99,8 +99,10 @@ class GymnasiumEnv(VectorEnv):
 
 def box(part: ObsSpec) -> spaces.Box:
     """Return the space of one observation group."""
-    if part.dtype == torch.uint8:
-        return spaces.Box(0, 255, part.shape, np.uint8)
+    if not part.dtype.is_floating_point:
+        kind = np.dtype(str(part.dtype).removeprefix("torch."))
+        low, high = (0, 1) if kind.kind == "b" else (np.iinfo(kind).min, np.iinfo(kind).max)
+        return spaces.Box(low, high, part.shape, cast(Any, kind))
     return spaces.Box(-np.inf, np.inf, part.shape, np.float32)
 
 

@@ -1,14 +1,23 @@
 """The collector: episode statistics, and continuing with a simulator that cannot be restored."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import small_config, start
+from late import Late
+from ppo_runs import config_of as ppo_config
+from r2d2_runs import config_of as r2d2_config
 
 from pql.algos.registry import seeds
 from pql.collect.episodes import EpisodeStats
+from pql.contract.env import Discrete
+from pql.contract.grouped import Grouped
 from pql.engine.executors import Inline
 from pql.envs.toy import Counter
+from pql.errors import ConfigError
 from pql.run.build import build
+from pql.run.evaluation import run_episodes
 from pql.run.store.checkpoint import flatten
 from pql.types import Step
 
@@ -99,3 +108,109 @@ def test_a_lost_final_observation_is_no_frame(autoreset, rows):
     assert norm.returns.count.item() == 8 * valid
     assert norm.moments["policy"].mean[1] > 2  # of steps 0..6
     assert float(norm.running_return.min()) > -100
+
+
+# -- answers that the specification does not foresee ----------------------------------------------------------------
+
+
+def observing(change):
+    return lambda step: step._replace(obs=change(step.obs))
+
+
+SLIPS = {
+    "column": (lambda s: s._replace(reward=s.reward[:, None]), r"reward has shape \[(\d), 1\], expected \[\1\]"),
+    "float64": (lambda s: s._replace(reward=s.reward.double()), "reward is torch.float64, expected torch.float32"),
+    "int64": (lambda s: s._replace(truncated=s.truncated.long()), "truncated is torch.int64, expected torch.bool"),
+    "uint8": (lambda s: s._replace(first=s.first.byte()), "first is torch.uint8, expected torch.bool"),
+    "array": (lambda s: s._replace(reward=s.reward.numpy()), "reward is a ndarray, not a tensor"),
+    "list": (lambda s: s._replace(valid=s.valid.tolist()), "valid is a list, not a tensor"),
+    "no log": (lambda s: s._replace(log={}), r"log has keys \[\], spec.log says \['rows'\]"),
+    "final": (lambda s: s._replace(final_obs={}), r"final_obs has groups \[\], expected \['policy'\]"),
+    "wide": (
+        observing(lambda obs: {k: v.repeat(1, 2) for k, v in obs.items()}),
+        r"obs\[policy\] has shape \[(\d), 4\], expected \[\1, 2\]",
+    ),
+    "double": (observing(lambda obs: {k: v.double() for k, v in obs.items()}), r"obs\[policy\] is torch.float64"),
+    "missing": (observing(lambda obs: {}), r"obs has groups \[\], expected \['policy'\]"),
+    "extra": (observing(lambda obs: {**obs, "more": obs["policy"]}), r"obs has groups \['more', 'policy'\]"),
+}
+OF_A_RESET = ("wide", "double", "missing", "extra")
+
+
+class Slips(Counter):
+    """The counter, with a slip in what ``reset``, ``reset_where`` or ``step`` returns."""
+
+    def __init__(self, num_envs, slip, where="step", discrete=False):
+        super().__init__(num_envs)
+        self.change, self.where = SLIPS[slip][0], where
+        self.spec = replace(self.spec, action=Discrete(4)) if discrete else self.spec
+
+    def altered(self, obs, where):
+        return self.change(Step(obs, *[None] * 8)).obs if where == self.where else obs
+
+    def reset(self, seed=None):
+        return self.altered(super().reset(seed), "reset")
+
+    def reset_where(self, mask):
+        return self.altered(super().reset(), "reset_where")
+
+    def step(self, action):
+        step = super().step(action)
+        return self.change(step) if self.where == "step" else step
+
+
+class LateSlips(Late):
+    def answers(self, group):
+        ids, step = super().answers(group)
+        return ids, SLIPS["column"][0](step)
+
+
+WAYS = {
+    "off policy": lambda *slip: build(small_config(num_envs=6), Slips(6, *slip)),
+    "concurrent": lambda *slip: build(small_config(num_envs=6, algo={"schedule": "concurrent"}), Slips(6, *slip)),
+    "on policy": lambda *slip: build(ppo_config({"num_envs": 4}), Slips(4, *slip)),
+    "groups": lambda *slip: build(small_config(num_envs=6), Grouped([Slips(3, *slip), Slips(3, *slip)])),
+    "last action": lambda *slip: build(r2d2_config({"num_envs": 4}), Slips(4, *slip, discrete=True)),
+}
+
+
+def refused(slip, method="step"):
+    said = rf"{method}\(\) to return what its spec says, but {SLIPS[slip][1]}.*: pql doctor --env NAME tests it"
+    return pytest.raises(ConfigError, match=f"task=counter: expected {said}")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("slip", SLIPS)
+def test_a_first_step_that_is_not_as_the_specification_says_is_named(slip, way):
+    parts = WAYS[way](slip, "step")
+    parts.start()
+    with refused(slip):
+        parts.warm_up(8)
+    parts.schedule.executor.close()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("slip", OF_A_RESET)
+def test_so_is_a_reset(slip, way):
+    parts = WAYS[way](slip, "reset")
+    with refused(slip, "reset"):
+        parts.start()
+    parts.schedule.executor.close()
+
+
+def test_so_are_late_answers_and_restarts():
+    parts = build(small_config(num_envs=8), LateSlips(8))
+    parts.start()
+    with refused("column"):
+        parts.warm_up(8)
+    parts = build(small_config(num_envs=6), Slips(6, "wide", "reset_where"))
+    parts.start()
+    parts.warm_up(8)
+    with refused("wide", "reset_where"):
+        parts.first.collector.restart(torch.ones(6, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(("slip", "where"), [("wide", "reset"), ("column", "step"), ("array", "step")])
+def test_so_is_an_evaluation(slip, where):
+    with refused(slip, where):
+        run_episodes(Slips(6, slip, where), lambda obs: torch.zeros(6, 2), seed=1)

@@ -23,7 +23,7 @@ from pql.collect.recorder import STEPS
 from pql.config.groups import ExploreConfig
 from pql.contract.env import make_env
 from pql.contract.grouped import Grouped
-from pql.data.flags import NEXT_FIRST, VALID
+from pql.data.flags import NEXT_FIRST, TERMINATED, VALID
 from pql.data.normalize import Moments, Normalizer
 from pql.data.replay import Replay
 from pql.data.sizes import ReplayLayout
@@ -36,6 +36,7 @@ from pql.run.build import build
 from pql.run.flight_recorder import replay
 from pql.run.guard import NonFiniteMonitor
 from pql.run.store import checkpoint
+from pql.types import Step
 
 N, WARM, STEPS_MADE = 64, 5, 30
 CPU = torch.device("cpu")
@@ -90,8 +91,11 @@ def clean():
 def one_fault(seed):
     """One fault of any kind, anywhere, against a run without."""
     draw = random.Random(seed)
-    kind, i = ("state", "reward", "action")[seed % 3], draw.randrange(N)
+    kind, i = ("state", "reward", "action", "large")[seed % 4], draw.randrange(N)
     t = draw.randrange(WARM if kind == "action" else 0, STEPS_MADE - 1)
+    if kind == "state":  # a termination stays
+        while clean()["flags"][t, i] & TERMINATED:
+            t = draw.randrange(STEPS_MADE - 1)
     env = Breaking(Counter(N, stagger=True), {} if kind == "action" else {t: [(kind, [i])]})
     collector = collected(env, (t - WARM, i) if kind == "action" else None)
     expected, found = clean(), content(collector)
@@ -117,9 +121,110 @@ def one_fault(seed):
 
 
 @pytest.mark.fault(1, 2, count=100)
-@pytest.mark.parametrize("kind", range(3), ids=("state", "reward", "action"))
+@pytest.mark.parametrize("kind", range(4), ids=("state", "reward", "action", "large"))
 def test_a_fault_costs_its_environment_a_row_and_the_others_nothing(kind, trial):
-    one_fault(3 * trial + kind)
+    one_fault(4 * trial + kind)
+
+
+@pytest.mark.fault(1)
+@pytest.mark.parametrize("late", [False, True], ids=("at once", "as on a GPU"))
+@pytest.mark.parametrize("autoreset", ["same_step", "next_step"])
+def test_a_termination_and_its_reward_stay_without_a_finite_observation(monkeypatch, autoreset, late):
+    def env():
+        return Counter(N, stagger=True, autoreset=autoreset)
+
+    if late:  # every step the long way
+        monkeypatch.setattr(quarantine, "all_finite", lambda tensors: False)
+    expected = content(collected(env()))
+    row, col = (expected["flags"][: STEPS_MADE - 2] & TERMINATED > 0).nonzero()[::3].unbind(1)
+    assert len(row) > 20
+    faults = {t: [("state", col[row == t].tolist())] for t in row.unique().tolist()}
+    collector = collected(breaks := Breaking(env(), faults))
+    found = content(collector)
+    assert (int(collector.quarantine.dropped), int(collector.quarantine.restarted), breaks.asked) == (0, 0, [])
+    assert all(v.isfinite().all() for v in found.values())
+    assert torch.equal(found["reward"], expected["reward"])
+    flags = expected["flags"].clone()
+    flags[row, col] |= NEXT_FIRST  # the next row is no successor
+    assert torch.equal(found["flags"], flags)
+    shown, wanted = (c["obs.policy"][: STEPS_MADE + 1] for c in (found, expected))
+    wanted = wanted.clone()
+    if autoreset == "next_step":  # there the final observation is in the ring
+        wanted[row + 1, col] = 0
+    assert torch.equal(shown, wanted)
+    assert not collector.quarantine.out.any()
+
+
+class Diverges(Counter):
+    """Terminations leave a final observation of NaN."""
+
+    def step(self, action):
+        step = super().step(action)
+        return step._replace(final_obs={"policy": step.final_obs["policy"].masked_fill(step.terminated[:, None], NAN)})
+
+
+class Forgets(Counter):
+    """Terminations leave no final observation, and say so."""
+
+    def step(self, action):
+        step = super().step(action)
+        return step._replace(final_ok=step.final_ok & ~step.terminated)
+
+
+@pytest.mark.fault(1)
+@pytest.mark.parametrize("family", ["pql", "sac", "ppo", "impala, lstm", "reppo"])
+def test_learning_does_not_depend_on_the_final_observation_of_a_termination(family):
+    config = replace(FAMILIES[family], graphs="off")
+    whole, broken = (ticks(begun(config, kind(8)), 3) for kind in (Forgets, Diverges))
+    assert differences(bits(whole), bits(broken)) == []
+    assert int(broken.first.collector.quarantine.dropped) == 0
+    assert unsound(broken) == []
+
+
+NONE, OBS, FINAL, BOTH = (), ("obs",), ("final",), ("obs", "final")
+AFTER_ROWS = {  # (end, where NaN is): same-step autoreset: (recorded, out); next-step: (recorded, out)
+    ("none", BOTH): ((False, True), (False, True)),
+    ("none", FINAL): ((False, True), (False, True)),
+    ("truncated", FINAL): ((False, False), (False, True)),
+    ("truncated", BOTH): ((False, True), (False, True)),
+    ("terminated", NONE): ((True, False), (True, False)),
+    ("terminated", FINAL): ((True, False), (True, False)),
+    ("terminated", OBS): ((True, True), (True, False)),
+    ("terminated", BOTH): ((True, True), (True, False)),
+    ("terminated", ("reward",)): ((False, False), (False, True)),
+    ("terminated", ("reward", "final")): ((False, False), (False, True)),
+}
+
+
+@pytest.mark.fault(1, 2)
+@pytest.mark.parametrize("next_step", [False, True], ids=("same_step", "next_step"))
+@pytest.mark.parametrize(("end", "bad"), AFTER_ROWS)
+def test_which_rows_are_recorded_and_who_is_out(end, bad, next_step):
+    """Row 1 has the fault; row 0 is as it should be, and so is the restart of row 1's environment, if it has one."""
+    no, ends = torch.zeros(2, dtype=torch.bool), torch.tensor([False, True])
+    obs, final, held = torch.full((2, 1), 5.0), torch.full((2, 1), 4.0), torch.full((2, 1), 3.0)
+    reward = torch.tensor([1.0, 2.0])
+    for name in bad:
+        {"obs": obs, "final": final, "reward": reward}[name][1] = NAN
+    flags = {k: ends if k == end else no for k in ("terminated", "truncated")}
+    first = ends if end != "none" and not next_step else no
+    step = Step(
+        {"policy": obs}, reward, **flags, first=first, final_obs={"policy": final}, final_ok=~no, valid=~no, log={}
+    )
+    for restart in (None, lambda mask: {"policy": torch.full((2, 1), 7.0)}):
+        watch = Quarantine(2, CPU, True, restart, next_step)
+        out, shown = watch(step, {"policy": held})
+        recorded, left = AFTER_ROWS[end, bad][next_step]
+        assert out.valid.tolist() == [True, recorded]
+        assert (int(watch.dropped), watch.out.tolist()) == (not recorded, [False, left and restart is None])
+        assert out.reward.tolist() == [1.0, 2.0 if recorded else 0.0]
+        assert out.terminated.tolist() == [False, recorded]
+        now = 7.0 if left and restart else 3.0 if left else 5.0 if "obs" not in bad else 0.0
+        assert out.obs["policy"][:, 0].tolist() == [5.0, now]
+        assert (out.final_obs["policy"][1, 0] == 0) == (recorded and "final" in bad)
+        assert out.first.tolist() == [False, not recorded or bool(first[1]) or (left and restart is not None)]
+        seen = now in (5.0, 7.0)
+        assert shown is None or shown.tolist() == [True, seen]
 
 
 @pytest.mark.fault(1)
@@ -223,7 +328,7 @@ def spoil(parts, faults):
 def test_nothing_that_is_not_finite_reaches_anything(family):
     config, draw, rows_made = replace(FAMILIES[family], graphs="off"), random.Random(family), 60
     where = {t: draw.sample(range(8), 2) for t in draw.sample(range(rows_made), 16)}
-    faults = {t: [(draw.choice(("state", "reward")), ids)] for t, ids in where.items()}
+    faults = {t: [(draw.choice(("state", "reward", "large")), ids)] for t, ids in where.items()}
     hit = {(t, i) for t, ids in where.items() for i in ids}
     parts = begun(config, Breaking(make_env(config.task.name, 8, **config.task.kwargs), faults))
     watch, now = parts.first.collector.quarantine, int(parts.first.collector.steps)
@@ -473,13 +578,17 @@ def test_what_cannot_be_replayed_is_said(tmp_path):
 
 def test_one_bad_number_is_enough():
     good = torch.ones(6, dtype=torch.bool)
-    values, more = torch.full((6, 2, 3), 3e38), torch.zeros(6)
+    values, more = torch.full((6, 2, 3), 9.9e17), torch.zeros(6)
     values[1, 1, 2], values[2, 0, 0], values[3, 1, 0], more[4] = NAN, INF, -INF, NAN
     assert quarantine.finite_rows((values, more), good).tolist() == [True, False, False, False, False, True]
     assert quarantine.finite_rows((), good).all()
     assert quarantine.finite_rows((torch.zeros(len(good), 0), values, more), good).sum() == 2  # no memory
-    assert not quarantine.all_finite((values[:1],))  # finite, but not its sum: looked at closely
-    assert quarantine.all_finite((torch.ones(3), more[:4]))
+    assert quarantine.all_finite((torch.ones(3), more[:4], values[:1], torch.zeros(0)))
+    for large in (1.1e18, -3e38, NAN, INF, -INF):  # their sum may be small
+        pair = torch.tensor([large, -large, 0.0])
+        assert not quarantine.all_finite((torch.ones(3), pair))
+        assert quarantine.finite_rows((pair,), good[:3]).tolist() == [False, False, True]
+    assert not quarantine.all_finite((torch.tensor([1e300], dtype=torch.float64),))
     seen = torch.zeros(2)
     nested = ({"a": seen, "b": (seen, torch.ones(2, dtype=torch.uint8))}, None)
     assert [t is seen for t in quarantine.floats(nested)] == [True]

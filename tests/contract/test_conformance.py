@@ -9,8 +9,9 @@ import torch
 from pql.contract.conformance import RULES, check_env
 from pql.contract.env import Discrete, capturable, find_factory, make_env
 from pql.contract.grouped import Grouped
+from pql.contract.last_action import Feedback
 from pql.envs.catch import Catch
-from pql.envs.classic import Pendulum
+from pql.envs.classic import Cartpole, Pendulum
 from pql.envs.toy import Counter
 
 SHIPPED = [
@@ -258,6 +259,8 @@ def test_broken_stacks_fail_exactly_their_rule(frames, words):
 class NewState(Pendulum):
     """Puts a new tensor in the place of its state."""
 
+    capturable = True
+
     def step(self, action):
         self._state = self._state.clone()
         return super().step(action)
@@ -266,6 +269,7 @@ class NewState(Pendulum):
 class CountsInPython(Pendulum):
     """Pays more on every tenth step."""
 
+    capturable = True
     calls = 0
 
     def reset(self, seed=None):
@@ -279,6 +283,8 @@ class CountsInPython(Pendulum):
 
 
 class Looks(Pendulum):
+    capturable = True
+
     def step(self, action):
         step = super().step(action)
         return step._replace(reward=step.reward * 2) if step.truncated.any() else step
@@ -304,6 +310,32 @@ def test_what_cannot_be_captured_fails_exactly_its_rule(broken, words):
     assert report.failed == ["capturable"], report
     undeclared = type("Undeclared", (broken,), {"capturable": False})
     assert {r.name: r.ok for r in check_env(undeclared(4), 20).results}["capturable"] is None
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        ("step", {"step": lambda self, action: Pendulum.step(self, action)}),
+        ("reset", {"reset": lambda self, seed=None: Pendulum.reset(self, seed)}),
+        ("advance", {"advance": lambda self, state, action: Pendulum.advance(self, state, action)}),
+    ],
+)
+def test_a_subclass_does_not_inherit_that_its_step_can_be_captured(name, own, recwarn):
+    kind = type("Own", (Pendulum,), own)
+    below = type("Below", (kind,), {})
+    assert [capturable(kind(2)), capturable(kind(2)), capturable(below(2))] == [False] * 3
+    assert [str(w.message).partition(" of a capturable")[0] for w in recwarn] == [  # once for each class
+        f"Own overrides {name}",
+        f"Below overrides {name}",
+    ]
+    said = next(r for r in check_env(kind(4), 10).results if r.name == "capturable")
+    assert (said.ok, said.message) == (None, f"not tested: not declared by Own, which overrides {name}")
+    assert capturable(type("Anew", (Pendulum,), {**own, "capturable": True})(2))
+    assert capturable(type("Shown", (Pendulum,), {"render": lambda self: None, "close": lambda self: None})(2))
+    env = Pendulum(2)
+    env.step = lambda action: Pendulum.step(env, action)
+    assert not capturable(env)
+    assert [capturable(Feedback(one(2))) for one in (Cartpole, type("Slow", (Cartpole,), own))] == [True, False]
 
 
 def test_an_environment_that_is_captured_must_save_its_state():

@@ -8,7 +8,7 @@ from pql.contract.env import ObsSpec
 from pql.data.normalize import CLIP, Moments, Normalizer, merge_moments
 
 CPU = torch.device("cpu")
-SPECS = {"policy": ObsSpec((3,)), "critic": ObsSpec((2,)), "frame": ObsSpec((2,), torch.uint8)}
+SPECS = {"policy": ObsSpec((3,)), "critic": ObsSpec((2,)), "frame": ObsSpec((1, 2), torch.uint8)}
 
 
 def frames(count, num_envs, seed=0):
@@ -19,7 +19,7 @@ def frames(count, num_envs, seed=0):
         yield {
             "policy": x,
             "critic": x[:, :2] * 2,
-            "frame": torch.randint(256, (num_envs, 2), generator=gen).to(torch.uint8),
+            "frame": torch.randint(256, (num_envs, 1, 2), generator=gen).to(torch.uint8),
         }
 
 
@@ -107,6 +107,41 @@ def test_switched_off_it_is_the_identity():
     norm.freeze()
     assert all(torch.equal(v, obs[k]) for k, v in norm(obs).items())
     assert norm({"policy": torch.full((1, 3), 99.0)})["policy"].max() == 99
+
+
+TYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool, torch.float16, torch.float64)
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 3)])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_numbers_of_every_type_are_those_of_floats(dtype, shape):
+    """But images of bytes, which networks scale."""
+    gen = torch.Generator().manual_seed(0)
+    fed = [torch.randint(2 if dtype == torch.bool else 100, (8, *shape), generator=gen).to(dtype) for _ in range(5)]
+    for switched in (True, False):
+        found, expected = (
+            Normalizer({"policy": ObsSpec(shape, kind)}, 8, CPU, switched) for kind in (dtype, torch.float32)
+        )
+        for x in fed:
+            found.observe({"policy": x})
+            expected.observe({"policy": x.float()})
+        for norm in (found, expected):
+            norm.freeze()
+        out = found({"policy": fed[0]})["policy"]
+        if dtype == torch.uint8 and len(shape) > 1:
+            assert out is fed[0]
+            continue
+        factor = 1 / 255 if dtype == torch.uint8 and not switched else 1
+        assert out.dtype == torch.float32
+        assert torch.equal(out, expected({"policy": fed[0].float() * factor})["policy"])
+    raw = Normalizer({"policy": ObsSpec(shape, dtype)}, 8, CPU, integers=False)
+    seen = raw({"policy": fed[0]})["policy"]
+    assert seen is fed[0] if not dtype.is_floating_point else seen.dtype == torch.float32
+
+
+def test_bytes_that_are_not_normalised_are_scaled_to_one():
+    norm = Normalizer({"policy": ObsSpec((2,), torch.uint8)}, 8, CPU, normalize_obs=False)
+    assert norm({"policy": torch.tensor([[0, 255]], dtype=torch.uint8)})["policy"].tolist() == [[0.0, 1.0]]
 
 
 def test_a_constant_feature_stays_finite():

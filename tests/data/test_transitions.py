@@ -23,7 +23,7 @@ from pql.data.replay import Cursor, Replay
 from pql.data.sizes import ReplayLayout
 from pql.errors import ConfigError
 from pql.run.build import build
-from pql.types import Batch
+from pql.types import Acted, Batch, Step
 
 KINDS = ("step", "step", "step", "terminate", "truncate", "lose", "forget", "life", "cut", "stall", "restart")
 
@@ -120,6 +120,27 @@ def test_a_smaller_ring_takes_the_newest_rows(tmp_path):
         want = ring.replay.windows(ring.cursor, head - 11 + row, where, head, 3, 0.9)
         assert got.mask.sum() == want.mask.sum() >= 6
         assert_same(want._replace(index=got.index), got)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64, torch.bool], ids=str)
+def test_whole_numbers_keep_their_type(tmp_path, dtype):
+    specs = {"policy": ObsSpec((2,), dtype)}
+    rings = [Replay(ReplayLayout(specs, 1, 2, 8, 1, 5), CPU) for _ in range(2)]
+    values = torch.randint(2 if dtype == torch.bool else 100, (5, 2, 2), generator=torch.Generator().manual_seed(0))
+    rings[0].begin({"policy": values[0].to(dtype)})
+    no = torch.zeros(2, dtype=torch.bool)
+    for row in values[1:]:
+        obs = {"policy": row.to(dtype)}
+        rings[0].insert(Acted(torch.zeros(2, 1), {}), Step(obs, torch.ones(2), no, no, no, obs, ~no, ~no, {}))
+    transitions.save_replay(rings[0], tmp_path / "x.safetensors")
+    transitions.load_replay(rings[1], tmp_path / "x.safetensors")
+    one, two = (ring.obs["policy"].unflatten(0, (-1, 2)) for ring in rings)
+    assert one.dtype == dtype
+    assert torch.equal(one[:5], values.to(dtype))
+    assert torch.equal(one[:5], two[:5])
+    other = Replay(ReplayLayout({"policy": ObsSpec((2,))}, 1, 2, 8, 1, 5), CPU)
+    with pytest.raises(ConfigError, match=r"a column obs\.policy of float \[5, 2, 2\], not"):
+        transitions.load_replay(other, tmp_path / "x.safetensors")
 
 
 def test_observation_only_rings_load_too(tmp_path):

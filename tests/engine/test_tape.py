@@ -7,7 +7,7 @@ from torch import Generator, nn
 
 from pql.engine.tape import Count, NoWaiting, Tape
 from pql.envs.classic import Pendulum
-from pql.errors import RunError
+from pql.errors import PqlWarning, RunError
 from pql.run.build import build
 
 
@@ -77,6 +77,7 @@ def test_views_and_room_count_as_nothing():
 
 
 class Counted(Pendulum):
+    capturable = True
     calls = 0
 
     def step(self, action):
@@ -121,6 +122,31 @@ def test_other_steps_stay_outside(machine, why):
     (lane,) = parts.first.collector.lanes
     assert not lane.captured
     assert (lane._act.graph is not None) == (lane._record.graph is not None) == (why == "undeclared")
+
+
+@pytest.mark.parametrize("machine", ["stand-in"], indirect=True)
+def test_a_subclass_with_a_step_of_its_own_stays_outside(machine):
+    """Its Python code would run only while the graph is captured."""
+
+    class Counts(Pendulum):
+        calls = 0
+
+        def step(self, action):
+            self.calls += 1
+            return super().step(action)
+
+    config = small_config(**SMALL)
+    env = Counts(config.num_envs, max_episode_steps=9, stagger=True)
+    with pytest.warns(PqlWarning, match=r"Counts overrides step of a capturable environment: .* capturable = True"):
+        parts = build(config, env)
+    parts.prepare()
+    assert not parts.first.collector.lanes[0].captured
+    parts.start()
+    parts.warm_up(config.algo.warmup_steps)
+    parts.begin()
+    before = env.calls
+    parts.schedule.tick()
+    assert env.calls > before
 
 
 @pytest.mark.parametrize("machine", ["stand-in"], indirect=True)

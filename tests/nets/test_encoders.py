@@ -2,12 +2,14 @@
 
 import importlib.metadata
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import make_networks, small_config, start
+from conftest import bits, differences, learners, make_networks, small_config, start, ticks
+from families import FAMILIES
 from run_files import words
 from torch import nn
 
@@ -15,12 +17,17 @@ import pql
 from pql.algos.off_policy import make_critic
 from pql.algos.on_policy import make_body
 from pql.cli.main import main
-from pql.config import EncoderConfig, from_dict
-from pql.contract.env import Box, EnvSpec, ObsSpec
+from pql.config import EncoderConfig, from_dict, to_dict
+from pql.contract.env import Box, Discrete, EnvSpec, ObsSpec
 from pql.contract.registry import register
+from pql.engine.executors import Inline
+from pql.envs.toy import Counter
 from pql.errors import ConfigError
 from pql.nets.encoders import Encoder, Pictures
-from pql.run.build import make_policy
+from pql.run.build import build, make_policy
+from pql.run.resume import resume_config
+from pql.run.session import Session
+from pql.run.store import manifest
 from pql.run.store.checkpoint import flatten
 
 CPU = torch.device("cpu")
@@ -383,3 +390,132 @@ def test_the_documented_network_trains(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = pql.train(*words(tmp_path / "run", "algo.policy.net=documented_nets:MyPolicy"), quiet=True)
     assert type(pql.load_policy(run.run_dir, trust=True).net).__name__ == "MyPolicy"
+
+
+# -- numbers of other types -----------------------------------------------------------------------------------------
+
+
+class Typed(Counter):
+    """The counter, whose numbers have another type; images have one row of them."""
+
+    def __init__(self, num_envs, dtype, discrete=False, image=False):
+        super().__init__(num_envs, stagger=True)
+        shape = (1, 2) if image else (2,)
+        action = Discrete(3) if discrete else self.spec.action
+        self.spec = replace(self.spec, obs={"policy": ObsSpec(shape, dtype)}, action=action)
+
+    def _typed(self, obs):
+        part = self.spec.obs["policy"]
+        return {"policy": obs["policy"].reshape(-1, *part.shape).to(part.dtype)}
+
+    def reset(self, seed=None):
+        return self._typed(super().reset(seed))
+
+    def step(self, action):
+        step = super().step(action)
+        return step._replace(obs=self._typed(step.obs), final_obs=self._typed(step.final_obs))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64, torch.float64], ids=str)
+@pytest.mark.parametrize("family", ["pql", "rainbow", "ppo, lstm", "impala, lstm", "r2d2", "pqn", "reppo"])
+def test_a_run_on_whole_numbers_is_the_one_on_the_same_floats(family, dtype):
+    config = FAMILIES[family]
+    discrete = config.algo.family in ("dqn", "r2d2", "pqn")
+    trained = []
+    for kind in (torch.float32, dtype):
+        parts = build(config, Typed(8, kind, discrete), executor=Inline())
+        parts.start()
+        parts.warm_up(config.algo.warmup_steps)
+        parts.begin()
+        trained.append(learners(bits(ticks(parts, 4))))
+    assert differences(*trained) == []
+
+
+SOME = (torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool, torch.float64)
+
+
+@pytest.mark.parametrize("dtype", SOME, ids=str)
+@pytest.mark.parametrize("normalize", ["true", "false"])
+def test_policies_on_whole_numbers_load_and_leave_with_their_scaling(tmp_path, dtype, normalize):
+    run = pql.train(*words(tmp_path / "run", f"algo.normalize_obs={normalize}")[1:], env=Typed(16, dtype), quiet=True)
+    policy, first = pql.load_policy(run.run_dir), []
+    layer = next(m for m in policy.net.modules() if isinstance(m, nn.Linear))
+    layer.register_forward_pre_hook(lambda m, x: first.append(x[0]))
+    largest = torch.full((1, 2), 1 if dtype == torch.bool else 127 if dtype == torch.int8 else 255).to(dtype)
+    action = policy(largest)
+    bound = 5.0 if normalize == "true" else 1.0 if dtype in (torch.uint8, torch.bool) else 255.0
+    assert 0 < first[0].max() <= bound
+    assert first[0].dtype == torch.float32
+    for file in pql.export_policy(run.run_dir).files.values():  # each has been compared on 1,000 rows
+        loaded = pql.load_policy(file)
+        assert loaded.metadata["inputs"][0]["dtype"] == str(dtype).removeprefix("torch.")
+        torch.testing.assert_close(loaded(largest), action)
+
+
+def test_images_of_whole_numbers_are_normalised_and_those_of_bytes_scaled():
+    config = small_config(algo={"encoder": {"kind": "small", "channels": [2], "features": 3}})
+    for dtype, read in ((torch.int16, torch.float32), (torch.bool, torch.float32), (torch.uint8, torch.uint8)):
+        parts = build(config, Typed(8, dtype, image=True), executor=Inline())
+        parts.start()
+        seen = parts.first.collector.normalizer(parts.first.collector.obs)["policy"]
+        assert seen.dtype == read
+        ticks(parts, 1)
+
+
+LOOKUP = """
+from torch import nn, tanh
+
+class Table(nn.Module):
+    def __init__(self, spec, config):
+        super().__init__()
+        self.table = nn.Embedding(64, spec.action.size)
+
+    def forward(self, obs):
+        return tanh(self.table(obs["policy"]).sum(1))
+
+    mean_action = forward
+"""
+
+
+def test_whole_numbers_reach_an_embedding_as_they_are_if_asked(tmp_path, monkeypatch):
+    (tmp_path / "pql_test_table.py").write_text(LOOKUP)
+    monkeypatch.chdir(tmp_path)
+    more = ["algo.policy.net=pql_test_table:Table", "algo.normalize_integers=false"]
+    env = Typed(16, torch.int64)
+    run = pql.train(*words(tmp_path / "run", *more)[1:], env=env, quiet=True)
+    policy = pql.load_policy(run.run_dir, trust=True)
+    given = torch.tensor([[3, 5]])
+    assert torch.equal(policy(given), policy.net({"policy": given}))
+
+
+def test_runs_from_before_whole_numbers_were_normalised_act_as_they_did(tmp_path, monkeypatch):
+    """Their settings lack the switch, and their statistics the group."""
+    old = tmp_path / "old"
+
+    def without(config):
+        found = to_dict(config)
+        return {**found, "algo": {k: v for k, v in found["algo"].items() if k != "normalize_integers"}}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest, "to_dict", without)
+        pql.train(*words(old, "algo.normalize_integers=false")[1:], env=Typed(16, torch.uint8), quiet=True)
+    settings = old / "config.yaml"
+    settings.write_text(settings.read_text().replace("  normalize_integers: false\n", ""))
+    assert "normalize_integers" not in settings.read_text() + (old / "checkpoints/last/manifest.json").read_text()
+    obs = torch.randint(256, (4, 2), dtype=torch.uint8)
+    policy = pql.load_policy(old)
+    assert list(policy.norm.moments) == []
+    assert torch.equal(policy(obs), policy.net.mean_action({"policy": obs.float()}))
+    config = resume_config(old, ["budget.env_steps=1600"])
+    assert config.algo.normalize_integers is False
+    assert Session(config, resume=True, quiet=True, env=Typed(16, torch.uint8)).train().env_steps == 1600
+    assert from_dict({"algo": {"family": "sac"}}).algo.normalize_integers is True
+
+
+def test_weights_of_older_runs_on_floats_start_new_ones(tmp_path):
+    main(["train", *words(tmp_path / "old", "algo.normalize_integers=false")])
+    assert main(["train", *words(tmp_path / "new", f"init_from={tmp_path / 'old'}")]) == 0
+    raw = words(tmp_path / "raw", "algo.normalize_integers=false")[1:]
+    run = pql.train(*raw, env=Typed(16, torch.uint8), quiet=True)
+    with pytest.raises(ConfigError, match=r"algo\.normalize_integers=true: expected false, as in init_from="):
+        pql.train(*words(tmp_path / "x", f"init_from={run.run_dir}")[1:], env=Typed(16, torch.uint8), quiet=True)

@@ -571,13 +571,33 @@ def test_other_failures_to_start(walk, python):
         ProcessVec("far_sims:Walk", python="/no/python")
     with pytest.raises(RunError, match="ended with status 0; its output above may have the reason"):
         ProcessVec("far_sims:Walk", python="/bin/true")
-    for field in ("reward", "valid"):
-        env = walk(name="far_sims:Misshapen", field=field)
-        env.reset(0)
-        with pytest.raises(RunError, match=rf"ValueError: {field} has shape \(6, 1\), expected \(6,\)$"):
-            env.step(torch.zeros(6, 2))
     with pytest.raises(RunError, match=r"has not answered for 2 s \(task\.process\.start_seconds\)$"):
         ProcessVec("far_sims:endless", 2, python=python, start_seconds=2.0)
+
+
+@pytest.mark.parametrize(
+    ("slip", "words"),
+    [
+        ("reward", r"reward has shape \[6, 1\], expected \[6\]"),
+        ("valid", r"valid has shape \[6, 1\], expected \[6\]"),
+        ("list", "terminated is a list, not an array"),
+        ("log", r"log has keys \['push'\], spec.log says \['push', 'success'\]"),
+        ("image", r"obs\[image\] is float64, expected uint8"),  # it would be cut to zeros
+        ("missing", r"obs has groups \['policy'\], expected \['critic', 'image', 'policy'\]"),
+        ("tuple", "it is a tuple, not a pql.Step"),
+    ],
+)
+def test_an_answer_that_is_not_as_the_specification_says(walk, slip, words):
+    env = walk(name="far_sims:Misshapen", slip=slip)
+    env.reset(0)
+    said = rf"task=walk: expected step\(\) to return what its spec says, but {words}: pql doctor --env NAME tests it$"
+    with pytest.raises(ConfigError, match=said):
+        env.step(torch.zeros(6, 2))
+    env = walk(name="far_sims:Misshapen", slip="reset")
+    with pytest.raises(
+        ConfigError, match=r"expected reset\(\) to .* obs\[policy\] has shape \[6, 4\], expected \[6, 2\]:"
+    ):
+        env.reset(0)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import shlex
 import subprocess
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 
 import grpc
@@ -17,14 +17,14 @@ from late import cells
 from remotes import Late, Raw, acting, quiet, remote, wait_until
 
 from pql.config.compose import compose
-from pql.contract.env import make_env
+from pql.contract.env import ObsSpec, make_env
 from pql.engine.executors import Inline
 from pql.envs.toy import Counter
 from pql.errors import ConfigError, RunError
 from pql.remote import protocol as wire
 from pql.remote.actor.client import ActorClient
 from pql.remote.actor.command import keywords
-from pql.remote.actor.sims import make_sim
+from pql.remote.actor.sims import Host, make_sim
 from pql.remote.env import Remote
 from pql.remote.process.far_build import describe_simulator
 from pql.remote.server import check_safe
@@ -271,6 +271,65 @@ def test_slots_without_an_actor_are_no_episodes(address):
         assert min(result.lengths) > 0
         assert next(joins) < 70  # it does not wait for actors that never joined
         env.close()
+
+
+@pytest.mark.parametrize(
+    ("slip", "words"),
+    [
+        ("reward", r"step\(\) to return what its spec says, but reward has shape \[2, 1\], expected \[2\]"),
+        ("obs", r"reset\(\) to return what its spec says, but obs\[policy\] has shape \[2, 3\], expected \[2, 2\]"),
+        ("groups", r"reset\(\) to return what its spec says, but obs has groups \['state'\], expected \['policy'\]"),
+    ],
+)
+def test_an_actor_says_which_answer_is_not_as_its_specification_says(address, slip, words):
+    """A column of rewards has the bytes of a row of them, so the learner cannot see it."""
+    sim = make_sim("counter", 2, {})
+    reset, step = sim.reset, sim.step
+    if slip == "reward":
+        sim.step = lambda action: (now := step(action))._replace(reward=now.reward[:, None])
+    else:
+        name, width = ("policy", 3) if slip == "obs" else ("state", 2)
+        sim.reset = lambda seed=None: {name: np.zeros((2, width), np.float32) + reset(seed)["policy"][:, :1]}
+    with acting(address, sim) as ended, closing(Remote(2, listen=address, timeout=2.0)) as env:
+        with suppress(RunError):
+            env.reset(0)
+            env.step(torch.zeros(2, 2))
+        wait_until(lambda: ended)
+    assert isinstance(ended[0], ConfigError)
+    assert re.fullmatch(rf"--task=counter: expected {words}: pql doctor --env NAME tests it", str(ended[0]))
+
+
+class Numbers(Counter):
+    """The counter with its observation in other types, too."""
+
+    def __init__(self, num_envs):
+        super().__init__(num_envs, stagger=True)
+        kinds = {k: getattr(torch, k) for k in ("uint8", "int8", "int16", "int32", "int64", "bool")}
+        self.kinds = {"policy": torch.float32, **kinds}
+        self.spec = replace(self.spec, obs={k: ObsSpec((2,), kind) for k, kind in self.kinds.items()})
+
+    def _typed(self, obs):
+        return {k: obs["policy"].to(kind) for k, kind in self.kinds.items()}
+
+    def reset(self, seed=None):
+        return self._typed(super().reset(seed))
+
+    def step(self, action):
+        step = super().step(action)
+        return step._replace(obs=self._typed(step.obs), final_obs=self._typed(step.final_obs))
+
+
+def test_observations_of_every_type_arrive_as_they_were(address):
+    with remote(address, [Host(Numbers(3))], 3) as env:
+        assert {k: s.dtype for k, s in env.spec.obs.items()} == Numbers(3).kinds
+        obs = env.reset(0)
+        for _ in range(9):
+            assert all(torch.equal(obs[k], obs["policy"].to(s.dtype)) for k, s in env.spec.obs.items())
+            step = env.step(torch.zeros(3, 2))
+            assert all(torch.equal(v, step.final_obs["policy"].to(v.dtype)) for v in step.final_obs.values())
+            obs = step.obs
+        env.close()
+    assert wire.FrameReader(memoryview(bytes([0, 7, 1]))).array("bool", (3,)).tolist() == [False, True, True]
 
 
 def test_evaluation_says_whom_it_waits_for(address):

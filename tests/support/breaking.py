@@ -16,10 +16,11 @@ NAN, INF = float("nan"), float("inf")
 class Breaking:
     """``env`` with faults in states and rewards.
 
-    A state stays NaN until its environment is restarted or begins a new episode; a reward is infinite in one step.
+    A state stays NaN until its environment is restarted or begins a new episode; a reward is infinite, or larger than
+    a float32 can be squared, in one step.
 
     Args:
-        faults: by number of the step: ("state" or "reward", which environments).
+        faults: by number of the step: ("state", "reward" or "large", which environments).
         restarts: single environments can be restarted.
         born: environments whose state is NaN after every reset.
     """
@@ -50,8 +51,10 @@ class Breaking:
                 self.sick[ids] = True
             else:
                 where = torch.as_tensor(ids, device=self.spec.device)
-                step = step._replace(reward=step.reward.clone().index_fill_(0, where, INF))
+                value = -3e38 if what == "large" else INF
+                step = step._replace(reward=step.reward.clone().index_fill_(0, where, value))
         self.time += 1
+        self.sick &= step.valid | ~step.first  # a filler row has the new episode's observations only
         final = self._shown(step.final_obs)
         self.sick &= ~step.first
         return step._replace(obs=self._shown(step.obs), final_obs=final)

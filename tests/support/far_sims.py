@@ -148,13 +148,26 @@ class Foreseen(Walk):
 
 
 class Misshapen(Walk):
-    def __init__(self, num_envs, device="cpu", field="reward"):
+    def __init__(self, num_envs, device="cpu", slip="reward"):
         super().__init__(num_envs, device)
-        self.field = field
+        self.slip = slip
+
+    def reset(self, seed=None):
+        obs = super().reset(seed)
+        return {k: np.tile(v, 2) if k == "policy" else v for k, v in obs.items()} if self.slip == "reset" else obs
 
     def step(self, action):
         step = super().step(action)
-        return step._replace(**{self.field: getattr(step, self.field)[:, None]})
+        if self.slip == "tuple":
+            return (step.obs, step.reward)
+        obs = {k: v / 255.0 for k, v in step.obs.items()} if self.slip == "image" else {"policy": step.obs["policy"]}
+        change = {
+            "list": {"terminated": step.terminated.tolist()},
+            "log": {"log": {"push": step.log["push"]}},
+            "image": {"obs": obs},
+            "missing": {"obs": obs},
+        }
+        return step._replace(**(change.get(self.slip) or {self.slip: getattr(step, self.slip)[:, None]}))
 
 
 class Numbers(Walk):

@@ -15,10 +15,11 @@ from gymnasium.vector import AutoresetMode, VectorWrapper  # noqa: E402
 from wrapped import Groups, N, score  # noqa: E402
 
 import pql  # noqa: E402
-from pql.contract.env import Discrete, MultiDiscrete  # noqa: E402
+from pql.contract.env import Discrete, MultiDiscrete, ObsSpec  # noqa: E402
 from pql.envs.adapters.gymnasium import GymnasiumVec  # noqa: E402
 from pql.envs.adapters.gymnasium_host import copy_seeds  # noqa: E402
 from pql.envs.toy import Counter  # noqa: E402
+from pql.wrap.to_gymnasium import box  # noqa: E402
 
 MODES = {"next_step": AutoresetMode.NEXT_STEP, "same_step": AutoresetMode.SAME_STEP}
 
@@ -161,6 +162,14 @@ def test_discrete_actions_of_a_wrapper_begin_where_its_space_does(wrap):
     assert getattr(wrapped, "single_action_space", wrapped.action_space) == space
     wrapped.step(space.start + np.arange(N) % 4)
     assert taken == [[i % 4 for i in range(N)]]
+
+
+def test_whole_numbers_keep_their_type_and_range():
+    ends = {"int16": (-(2**15), 2**15 - 1), "uint8": (0, 255), "bool": (0, 1), "float64": (-np.inf, np.inf)}
+    for kind, (low, high) in ends.items():
+        space = box(ObsSpec((2,), getattr(torch, kind)))
+        assert space.dtype == (np.float32 if kind == "float64" else np.dtype(kind))
+        assert (space.low.min(), space.high.max()) == (low, high)
 
 
 def test_gymnasium_code_trains():

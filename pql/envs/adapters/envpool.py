@@ -116,8 +116,8 @@ class EnvpoolVec:
 
 
 def _obs_spec(space: Any) -> ObsSpec:
-    if not isinstance(space, spaces.Box) or not (space.dtype == np.uint8 or np.issubdtype(space.dtype, np.floating)):
-        raise ConfigError("observation_space", space, "one array of floats or uint8")
+    if not isinstance(space, spaces.Box) or np.dtype(space.dtype).kind not in "fiub":
+        raise ConfigError("observation_space", space, "one array of numbers")
     return ObsSpec(tuple(space.shape), torch.uint8 if space.dtype == np.uint8 else torch.float32)
 
 

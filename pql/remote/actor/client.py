@@ -23,7 +23,7 @@ from pql.engine.deadlines import Limit
 from pql.engine.watchdog import watching
 from pql.errors import ConfigError, RunError, printable
 from pql.remote import protocol as wire
-from pql.remote.process.far_build import describe_simulator
+from pql.remote.process.far_build import answer_fault, describe_simulator
 from pql.remote.protocol import ACT, BYE, LOOPBACK, RESET, WELCOME, Frame, WireError, newest_frames, read_json_frame
 
 OPTIONS = (
@@ -248,14 +248,21 @@ class ActorClient:
         if frame.kind == RESET:
             with self._watching("start_seconds"):
                 obs = self.sim.reset(wire.read_seed(frame.body))
+            self._check("reset", obs)
             return self.layout.pack_obs(frame.run_id, frame.seq, newest_frames(obs, self.stacks))
         if frame.kind != ACT:
             raise WireError(f"an unexpected request of kind {frame.kind}")
         with self._watching("step_seconds" if self.stepped else "start_seconds"):
             step = self.sim.step(self.layout.read_action(frame.body))
+        if not self.stepped:
+            self._check("step", step)
         self.steps, self.stepped = self.steps + 1, True
         obs, final = newest_frames(step.obs, self.stacks), newest_frames(step.final_obs, self.stacks)
         return self.layout.pack_step(frame.run_id, frame.seq, step._replace(obs=obs, final_obs=final))
+
+    def _check(self, method: str, answer: Any) -> None:
+        if fault := answer_fault(method, answer, self.sim.spec):
+            raise ConfigError("--task", self.facts["name"], fault)
 
     def _ended(self, error: Any) -> Exception:
         """Convert the error of a broken stream: ``EndedError`` to retry, ``ConfigError`` to give up."""

@@ -130,6 +130,7 @@ class Server:
         self.groups: dict[str, str] = {}  # observation group -> name of its array
         self.terms: dict[str, str] = {}  # key of the log -> name of its array
         self.speaks_torch = False
+        self.checked = False  # that steps are as the specification says
         self.flags: Any = None  # all flags, concatenated
         self.ordinary = b""  # their bytes in a step in which no episode ended or began
         self.join: Any = None  # numpy.concatenate
@@ -212,11 +213,11 @@ class Server:
         return {"why": None}, b""
 
     def do_reset(self, request: Mapping[str, Any], blob: bytes) -> tuple[Any, bytes]:
-        self.show(self.env.reset(request["seed"]))
+        self.show("reset", self.env.reset(request["seed"]))
         return {}, b""
 
     def do_reset_where(self, request: Mapping[str, Any], blob: bytes) -> tuple[Any, bytes]:
-        self.show(self.env.reset_where(self.given("mask")))
+        self.show("reset_where", self.env.reset_where(self.given("mask")))
         return {}, b""
 
     def do_state_dict(self, request: Mapping[str, Any], blob: bytes) -> tuple[Any, bytes]:
@@ -234,8 +235,14 @@ class Server:
             self.env.close()
         return {}, b""
 
-    def show(self, obs: Mapping[str, Any]) -> None:
+    def check(self, method: str, answer: Any, tensors: bool = False) -> None:
+        """Refuse an answer whose fields or shapes are not those of the specification."""
+        if fault := self.sims.answer_fault(method, answer, self.env.spec, tensors):
+            raise self.sims.UnknownError("task", self.env.spec.name, fault)
+
+    def show(self, method: str, obs: Mapping[str, Any]) -> None:
         """Write an observation to shared memory, and detect whether the simulator uses torch or NumPy."""
+        self.check(method, obs)
         self.speaks_torch = any(hasattr(value, "detach") for value in obs.values())
         if self.speaks_torch and not self.tensors:
             torch = sys.modules["torch"]
@@ -257,6 +264,9 @@ class Server:
         Final observations are written only for rows where they may differ from ``obs``.
         """
         step, put = self.env.step(self.given("action")), self.put
+        if not self.checked:
+            self.check("step", step, self.speaks_torch)
+            self.checked = True
         for name, field in self.groups.items():
             put(field, step.obs[name])
         put("reward", step.reward)

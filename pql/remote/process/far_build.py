@@ -17,7 +17,8 @@ from typing import Any, Callable, Mapping
 
 import numpy as np
 
-FLAGS = ("terminated", "truncated", "first", "final_ok", "valid")
+from pql.contract.shapes import FLAGS, log_fault, obs_fault, step_fault
+
 ORDINARY = (False, False, False, True, True)  # FLAGS of a row in which no episode ended or began
 flags_of = operator.attrgetter(*FLAGS)
 ALIGN = 64
@@ -149,6 +150,32 @@ def dtype_name(dtype: Any) -> str:
     """``torch.float32``, ``numpy.float32``, ``"float32"`` -> ``"float32"``."""
     text = str(dtype)
     return text[len("torch.") :] if text.startswith("torch.") else np.dtype(dtype).name
+
+
+def answer_fault(method: str, answer: Any, spec: Any, tensors: bool = False) -> str:
+    """Check what ``reset``, ``reset_where`` or ``step`` returned; return the completion of "expected ...", or "".
+
+    Numbers may have another precision than in ``spec``, since they are converted.
+
+    Args:
+        tensors: tensors are expected; otherwise arrays may be mixed with them.
+    """
+
+    def of(name: str, value: Any, shape: tuple[int, ...], dtype: Any) -> str:
+        if not hasattr(value, "detach" if tensors else "dtype"):
+            return f"{name} is a {type(value).__name__}, not {'a tensor' if tensors else 'an array'}"
+        if tuple(value.shape) != shape:
+            return f"{name} has shape {list(value.shape)}, expected {list(shape)}"
+        have, wanted = (dtype_name(d).replace("bfloat", "float") for d in (value.dtype, dtype or value.dtype))
+        return "" if np.can_cast(have, wanted, "same_kind") else f"{name} is {have}, expected {wanted}"
+
+    if method == "step" and not all(hasattr(answer, name) for name in ("obs", "reward", "final_obs", "log", *FLAGS)):
+        said = f"it is a {type(answer).__name__}, not a pql.Step"
+    elif method == "step":
+        said = step_fault(answer, spec, of, "float32", None) or log_fault(answer.log, spec, of, "float32")
+    else:
+        said = obs_fault("obs", answer, spec, of)
+    return said and f"{method}() to return what its spec says, but {said}: pql doctor --env NAME tests it"
 
 
 def layout(spec: Mapping[str, Any]) -> tuple[dict[str, Any], int]:

@@ -266,8 +266,16 @@ def random_inputs(metadata: Mapping[str, Any], rows: int, model: Deployed) -> li
         x = torch.randn(shape, generator=gen)
         if entry["name"].startswith("obs.") and hasattr(model.norm, f"scale_{name}"):
             x = (3 * x - getattr(model.norm, f"shift_{name}")) / getattr(model.norm, f"scale_{name}")
-        out.append(x)
+        out.append(as_dtype(x, getattr(torch, entry["dtype"])))
     return out
+
+
+def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert numbers of any shape, rounded and clamped to the range of an integer ``dtype``; bool: above 0."""
+    if dtype.is_floating_point or dtype == torch.bool:
+        return x.to(dtype) if dtype.is_floating_point else x > 0
+    ends = torch.iinfo(dtype)
+    return x.double().round().clamp(max(ends.min, -(2**53)), min(ends.max, 2**53)).to(dtype)
 
 
 @torch.no_grad()

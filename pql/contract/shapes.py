@@ -1,0 +1,39 @@
+"""Types, groups and shapes of what ``reset`` and ``step`` returned, against the specification.
+
+``of(name, value, shape, dtype)`` judges one array and returns a message, "" if all is well. This file runs on
+Python 3.8 with only the standard library, for simulators and actors without torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Mapping
+
+FLAGS = ("terminated", "truncated", "first", "final_ok", "valid")
+Judge = Callable[[str, Any, "tuple[int, ...]", Any], str]
+
+
+def obs_fault(name: str, obs: Any, spec: Any, of: Judge) -> str:
+    """Check observation groups [N, ...] against ``spec.obs``."""
+    if not isinstance(obs, Mapping):
+        return f"{name} is a {type(obs).__name__}, expected a dict of the groups {sorted(spec.obs)}"
+    if set(obs) != set(spec.obs):
+        return f"{name} has groups {sorted(obs)}, expected {sorted(spec.obs)}"
+    faults = (of(f"{name}[{k}]", obs[k], (spec.num_envs, *part.shape), part.dtype) for k, part in spec.obs.items())
+    return next(filter(None, faults), "")
+
+
+def step_fault(step: Any, spec: Any, of: Judge, real: Any, flag: Any) -> str:
+    """Check a step's fields, but the log: observations, reward (dtype ``real``) and flags (dtype ``flag``)."""
+    fault = obs_fault("obs", step.obs, spec, of) or obs_fault("final_obs", step.final_obs, spec, of)
+    for name in ("reward", *FLAGS):
+        fault = fault or of(name, getattr(step, name), (spec.num_envs,), real if name == "reward" else flag)
+    return fault
+
+
+def log_fault(log: Any, spec: Any, of: Judge, real: Any) -> str:
+    """Check that ``log`` has the keys of ``spec.log``, each [N] of dtype ``real``."""
+    keys = sorted(getattr(spec, "log", ()))
+    if not isinstance(log, Mapping) or sorted(log) != keys:
+        have = sorted(log) if isinstance(log, Mapping) else f"of a {type(log).__name__}"
+        return f"log has keys {have}, spec.log says {keys}"
+    return next(filter(None, (of(f"log[{k}]", v, (spec.num_envs,), real) for k, v in log.items())), "")
