@@ -159,7 +159,8 @@ class Checker:
             self.skipped |= dict.fromkeys(("determinism", "state_dict"), "spec.deterministic is False")
         else:
             env.reset(self.seed)
-            self.fault("determinism", compare_runs(digests, self.rollout(self.actions(len(digests))), "reset(seed)"))
+            found = compare_runs(digests, self.rollout(self.actions(len(digests))), "reset(seed)")
+            self.fault("determinism", found and f"{found}; {UNREPEATABLE}")
         stable = env.spec.deterministic and "determinism" not in self.faults
         if "determinism" in self.faults:
             self.skipped["state_dict"] = "needs determinism"
@@ -287,6 +288,12 @@ RULES = {
     "state_dict": "load_state_dict continues with the same bits",
     "describe": "describe gives the specification without building",
 }
+
+
+UNREPEATABLE = (
+    "seed all its generators in reset(seed), or declare deterministic=False in its EnvSpec "
+    "(task=gymnasium: task.kwargs.deterministic=false)"
+)
 
 
 def digest(step: Step) -> dict[str, bytes]:

@@ -32,6 +32,7 @@ from pql.run.log.closing import closing_words
 from pql.run.log.console import Console, announced
 from pql.run.log.console_log import CONSOLE_LOG
 from pql.run.log.film import Filmer
+from pql.run.log.pace import few_rollouts
 from pql.run.play import can_film, check_video_packages
 from pql.run.policy import check_finite, fresh_policy, init_from, snapshot
 from pql.run.ranks import Ranks
@@ -198,6 +199,8 @@ class Session:
                 self.parts.begin(ticks)
         if ticks == 0:
             self.seconds = before + time.perf_counter() - start
+            if note := few_rollouts(self.config, self.seconds):
+                self.say(note)
 
     def _say_more(self) -> None:
         """Report notes at the start of the run."""

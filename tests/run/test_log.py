@@ -30,6 +30,7 @@ from pql.reports.runs import read_rows
 from pql.run.log import feed, loggers, trackers
 from pql.run.log import sinks as log
 from pql.run.log.closing import closing_words
+from pql.run.log.pace import few_rollouts
 from pql.run.resume import resume_config
 from pql.run.session import Session
 from pql.run.store.run_dir import Summary
@@ -51,6 +52,29 @@ ROW = {
     "train/return_mean": -123.45,
     "memory/host_gib": 1.25,
 }
+
+
+@pytest.mark.parametrize(
+    ("words", "seconds", "note"),
+    [
+        (
+            (),
+            15.0,
+            ["at 273 env steps/s budget.seconds=60 has room for about 1.5 rollouts", "8,192 env steps; num_envs=8 "],
+        ),
+        ((), 2.0, []),  # 14.5 rollouts
+        (("num_envs=1024",), 6.0, ["about 4.5 rollouts of num_envs x algo.horizon = 32,768", "num_envs=128 "]),
+        (("num_envs=8",), 15.0, []),  # fewer would not help
+        (("algo=pql2",), 15.0, []),  # no rollouts
+        (("budget.seconds=null", "budget.env_steps=9000"), 15.0, []),
+        (("algo.warmup_steps=0",), 0.0, []),
+    ],
+)
+def test_a_budget_with_room_for_few_rollouts_is_told(words, seconds, note):
+    config = compose(["task=pendulum", "algo=ppo", "scale=cpu", "budget.seconds=60", *words])
+    said = " ".join(few_rollouts(config, seconds).split())
+    assert all(part in said for part in note), said
+    assert bool(said) == bool(note)
 
 
 def test_closing_words_name_the_worker_that_bounds_the_tick():

@@ -63,7 +63,9 @@ def bounded(busy: Row, seconds: float) -> str:
 def idle(summary: Summary) -> str:
     """Return why a sitting ran no tick."""
     if summary.interrupted or summary.updates_v == 0:
-        return "nothing was learned in this sitting: it ended before the first tick"
+        return "nothing was learned in this sitting: it ended before the first tick" + (
+            "" if summary.interrupted else "; a longer budget, or fewer num_envs or algo.warmup_steps, reaches it"
+        )
     return "nothing was learned in this sitting: the budget of the run was already used up"
 
 
