@@ -199,7 +199,7 @@ class Session:
                 self.parts.begin(ticks)
         if ticks == 0:
             self.seconds = before + time.perf_counter() - start
-            if note := few_rollouts(self.config, self.seconds):
+            if self._ready and (note := few_rollouts(self.config, self.seconds)):
                 self.say(note)
 
     def _say_more(self) -> None:
@@ -624,7 +624,8 @@ class Session:
         seconds, ticks = self.seconds - begun["seconds"], int(self.parts.schedule.ticks - begun["ticks"])
         kept = (self.checkpoints / "last").exists(), bool(checkpoint.resume_points(self.checkpoints))
         code = names_foreign_code(self.config)
-        self.say(closing_words(summary, self.parts.busy(), seconds, ticks, self.config.budget, kept, code))
+        best = self.best if (self.checkpoints / "best").exists() else float("-inf")
+        self.say(closing_words(summary, self.parts.busy(), seconds, ticks, self.config.budget, kept, code, best))
         if self.archive.missing and self.ranks.first:
             lost = "; ".join(f"{what} ({why})" for what, why in self.archive.missing.items())
             raise RunError(f"the run has come to its end, but not all of it could be kept in {self.run_dir}: {lost}")

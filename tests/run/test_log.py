@@ -129,6 +129,18 @@ def test_no_command_is_named_that_would_find_nothing():
     assert end(False, False, stopped) == ("interrupted: not evaluated", [])
 
 
+def test_a_better_policy_than_the_last_one_is_named():
+    summary = Summary("runs/x", 0.0, 0.0, 16, 50.0, 20_000, 2_400, 1_200, "runs/x/checkpoints/last")
+
+    def named(best, last=0.0):
+        ended = dataclasses.replace(summary, return_mean=last)
+        text = closing_words(ended, {"v": 1.0}, 3.0, 5, BudgetConfig(seconds=50.0), best=best)
+        return [line for line in text.splitlines() if line.startswith("best: ")]
+
+    assert named(1234.56) == ["best: runs/x/checkpoints/best, return 1,234.6"]
+    assert named(0.04) == named(-1.0) == named(-float("inf")) == named(float("nan")) == named(1.0, None) == []
+
+
 def test_a_sitting_without_a_tick_names_no_worker():
     summary = Summary("runs/x", -1.25, -1.5, 16, 50.0, 20_000, 2_400, 1_200, "c")
     text = closing_words(summary, {"v": 0.0}, 0.0, 0, BudgetConfig(seconds=50.0))
@@ -137,7 +149,9 @@ def test_a_sitting_without_a_tick_names_no_worker():
     assert text.endswith("pql resume runs/x budget.seconds=100")
     cut = dataclasses.replace(summary, updates_v=0, updates_p=0)
     text = closing_words(cut, {"v": 0.0}, 0.0, 0, BudgetConfig(seconds=50.0))
-    assert "nothing was learned in this sitting: it ended before the first tick" in text
+    why = "nothing was learned in this sitting: it ended before the first tick"
+    assert f"{why}; a longer budget, or fewer num_envs or algo.warmup_steps, reaches it\n" in text
+    assert f"{why}\n" in closing_words(dataclasses.replace(cut, interrupted=True), {}, 0.0, 0, BudgetConfig(seconds=50.0))
 
 
 # -- files ----------------------------------------------------------------------------------------------------------

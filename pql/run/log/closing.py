@@ -24,6 +24,7 @@ def closing_words(
     budget: BudgetConfig,
     kept: tuple[bool, bool] = (True, True),
     code: bool = False,
+    best: float = -math.inf,
 ) -> str:
     """Return the last lines of a run: result, bottleneck, directory and the commands to use next.
 
@@ -32,6 +33,7 @@ def closing_words(
         seconds: duration of the sitting's ``ticks``.
         kept: (policy, resume point): True for each one on disk; commands that need a missing one are not shown.
         code: the run's configuration names code, so that the commands need ``--trust``.
+        best: mean return of the best evaluation, whose policy is kept; named if it is above the last one's.
     """
     policy, point = kept
     score = "not evaluated" if summary.return_mean is None else scores(summary)
@@ -48,9 +50,16 @@ def closing_words(
             bounded(busy, seconds) if ticks else idle(summary),
             f"run: {summary.run_dir}",
             *([f"policy: {summary.checkpoint}"] if policy else []),
+            *([f"best: {summary.run_dir}/checkpoints/best, return {best:,.1f}"] if above(best, summary) else []),
             *(f"{' ' * 6 if i else 'next: '}{command}" for i, command in enumerate(commands)),
         ]
     )
+
+
+def above(best: float, summary: Summary) -> bool:
+    """Return True if the best evaluation has a higher return than the last one, as both are printed."""
+    last = summary.return_mean
+    return last is not None and math.isfinite(best) and round(best, 1) > round(last, 1)
 
 
 def bounded(busy: Row, seconds: float) -> str:
