@@ -55,7 +55,9 @@ def check_simulator(name: str, num_envs: int, steps: int | None, words: Sequence
     with guarded():
         report = _check(config, steps)
     if not report.ok:
-        raise RunError(f"{report.name} breaks rules of the contract: {', '.join(report.failed)} (docs/simulators.md)")
+        raise RunError(
+            f"{config.task.title} breaks rules of the contract: {', '.join(report.failed)} (docs/simulators.md)"
+        )
     return 0
 
 

@@ -61,7 +61,8 @@ def test_ranges_are_of_what_counts_and_nan_is_told():
 def test_the_doctor_prints_both(capsys):
     register("flawed", Flawed)
     assert main(["doctor", "--env", "flawed", "--num-envs", "4"]) == 1
-    said = capsys.readouterr().out
+    said, ended = capsys.readouterr()
+    assert ended.splitlines()[-1].startswith("pql: flawed breaks rules of the contract: finite")
     assert "FAIL finite" in said
     assert "NaN or infinite" in said
     assert main(["doctor", "--env", "counter", "--num-envs", "4"]) == 0

@@ -151,7 +151,8 @@ def test_a_sitting_without_a_tick_names_no_worker():
     text = closing_words(cut, {"v": 0.0}, 0.0, 0, BudgetConfig(seconds=50.0))
     why = "nothing was learned in this sitting: it ended before the first tick"
     assert f"{why}; a longer budget, or fewer num_envs or algo.warmup_steps, reaches it\n" in text
-    assert f"{why}\n" in closing_words(dataclasses.replace(cut, interrupted=True), {}, 0.0, 0, BudgetConfig(seconds=50.0))
+    stopped = dataclasses.replace(cut, interrupted=True)
+    assert f"{why}\n" in closing_words(stopped, {}, 0.0, 0, BudgetConfig(seconds=50.0))
 
 
 # -- files ----------------------------------------------------------------------------------------------------------
