@@ -69,7 +69,7 @@ def intra_op(threads: int) -> Iterator[None]:
 def filled(size: int, actions: int, num_envs: int, capacity: int, device: torch.device) -> tuple[Replay, Cursor]:
     """Return a ring that has been filled once, and a reader's view of it."""
     obs = {"policy": ObsSpec((size,))}
-    replay = Replay(ReplayLayout(obs, actions, num_envs, capacity // num_envs, HORIZON, False), device)
+    replay = Replay(ReplayLayout(obs, actions, num_envs, capacity // num_envs, 2 * HORIZON + 1, True), device)
     for store in (replay.obs["policy"], replay.action, replay.reward):
         store.normal_()
     ended = torch.rand(replay.flags.shape, device=device) < 1 / 500
@@ -138,9 +138,8 @@ def bench_insert(replay: Replay, args: Any) -> list[dict[str, Any]]:
     """Measure inserting one row of every environment."""
     n, step = replay.num_envs, random_step(replay)
     action = torch.rand(n, replay.action.shape[1], device=replay.device)
-    flags, final = step.valid.to(torch.uint8), torch.zeros(n, dtype=torch.int32, device=replay.device)
-    sources = (step.obs["policy"], step.final_obs["policy"], action, step.reward, flags, final)
-    stores = (*[replay.obs["policy"]] * 2, replay.action, replay.reward, replay.flags, replay.final)
+    sources = (step.obs["policy"], step.final_obs["policy"], action, step.reward, step.valid.to(torch.uint8))
+    stores = (*[replay.obs["policy"]] * 2, replay.action, replay.reward, replay.flags)
     rows = cycle(range(0, replay.rows * n - 2 * n, n))
 
     def bare() -> None:

@@ -1,8 +1,9 @@
 """``pql doctor --env``: check one environment against the contract; report episode ends, speed and value ranges."""
 
+import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pql.cli.tables import table
-from pql.config import Config, to_dict
+from pql.config import Config, PlacementConfig, to_dict
 from pql.config.compose import compose, split_word
 from pql.config.layers import Presets
 from pql.config.validate import STEPS, limits, resolve_device
@@ -22,6 +23,8 @@ from pql.errors import ConfigError, RunError
 from pql.run.task import build_env, describe_env
 from pql.types import Step
 
+SOON = 10.0  # seconds after which a check says how long it takes
+PASSES = 3  # of its steps: the rules, their repetition, the ranges
 SPEED_SECONDS = 1.0  # least duration of the rate measurement
 DEADLINES = ("placement.watchdog_seconds", "placement.start_seconds")
 NAMED = ("id", "game", "model")  # keywords that have a setting of their own
@@ -52,7 +55,9 @@ def check_simulator(name: str, num_envs: int, steps: int | None, words: Sequence
     with guarded():
         report = _check(config, steps)
     if not report.ok:
-        raise RunError(f"{name} breaks rules of the contract: {', '.join(report.failed)} (docs/simulators.md)")
+        raise RunError(
+            f"{config.task.title} breaks rules of the contract: {', '.join(report.failed)} (docs/simulators.md)"
+        )
     return 0
 
 
@@ -64,13 +69,13 @@ def _check(config: Config, steps: int | None) -> Report:
     with watching(f"building {config.task.title}", start_limit(place)):
         env = build_env(config, approve=foreseen.append)
     if not protocol_fault(env):  # else it is not stepped
-        env = Timed(env, place)
-    try:
         steps = steps or min((env.spec.max_episode_steps or 195) + 5, 2000)
-        report = check_env(env, steps, described=foreseen[0] if foreseen else None)
+        env = Paced(env, place, PASSES * steps)
+    try:
+        report = check_env(env, steps or 0, described=foreseen[0] if foreseen else None)
         print(report)
         if not {"protocol", "shapes"} & {*report.failed}:
-            print("\n" + table(visit(env, steps)))
+            print("\n" + table(visit(env, steps or 0)))
     finally:
         env.close()
     return report
@@ -94,6 +99,35 @@ def simulator_settings(name: str, words: Sequence[str]) -> list[str]:
         own = key in ("device", *DEADLINES) or key.startswith("task.")
         out.append(word if own else f"task.{word}" if named else f"task.kwargs.{word}")
     return out
+
+
+class Paced(Timed):
+    """Says once, on standard error, how long a check takes whose end is not near.
+
+    Args:
+        total: number of steps that the check makes.
+    """
+
+    def __init__(self, env: Any, place: PlacementConfig, total: int):
+        super().__init__(env, place)
+        self._total, self._count, self._began = total, 0, 0.0
+
+    def _call(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        found = super()._call(name, method, *args, **kwargs)
+        if name == "step":
+            self._began = self._began or time.monotonic()  # the first step may compile
+            self._count += 1
+            self._say(time.monotonic() - self._began)
+        return found
+
+    def _say(self, spent: float) -> None:
+        left = spent / max(self._count - 1, 1) * (self._total - self._count)
+        if self._total and spent > SOON:
+            self._total = 0  # once
+            if left > SOON:
+                rate = (self._count - 1) * self._env.spec.num_envs / spent
+                words = f"{rate:,.0f} env steps/s: about {left:,.0f} s more; --num-envs 2 or --steps 50 takes less"
+                print(f"the check makes {words}", file=sys.stderr, flush=True)
 
 
 class ValueRange:

@@ -159,7 +159,8 @@ class Checker:
             self.skipped |= dict.fromkeys(("determinism", "state_dict"), "spec.deterministic is False")
         else:
             env.reset(self.seed)
-            self.fault("determinism", compare_runs(digests, self.rollout(self.actions(len(digests))), "reset(seed)"))
+            found = compare_runs(digests, self.rollout(self.actions(len(digests))), "reset(seed)")
+            self.fault("determinism", found and f"{found}; {UNREPEATABLE}")
         stable = env.spec.deterministic and "determinism" not in self.faults
         if "determinism" in self.faults:
             self.skipped["state_dict"] = "needs determinism"
@@ -250,7 +251,7 @@ class Checker:
         else:
             skipped.setdefault("final_obs_kept", "next-step autoreset: obs is the final observation")
         if spec.final_obs == "never":
-            skipped.setdefault("final_obs_kept", "spec.final_obs=never")
+            skipped.setdefault("final_obs_kept", "spec.final_obs=never: windows that end in a truncation are left out")
         if not self.limited:
             none = spec.max_episode_steps is None
             skipped.setdefault(
@@ -289,6 +290,12 @@ RULES = {
     "state_dict": "load_state_dict continues with the same bits",
     "describe": "describe gives the specification without building",
 }
+
+
+UNREPEATABLE = (
+    "seed all its generators in reset(seed), or declare deterministic=False in its EnvSpec "
+    "(task=gymnasium: task.kwargs.deterministic=false)"
+)
 
 
 def digest(step: Step) -> dict[str, bytes]:

@@ -25,13 +25,27 @@ def tables(device: torch.device) -> dict[str, Tensor]:
     return {k: torch.tensor([rule(f) for f in range(16)], device=device) for k, rule in RULES.items()}
 
 
-def pack_flags(step: Step, followed: Tensor | None = None) -> Tensor:
-    """Pack a step's flags: uint8 [n].
+class Packer:
+    """Packs a step's flags by look-up in tables of their 32 combinations.
 
     Args:
-        followed: [n] bool; the next row will hold the final observation, although ``step.obs`` begins an episode.
+        fillers: the ring inserts a filler row with the final observation where an episode ended and ``step.obs``
+            begins the next one.
     """
-    over = step.first | ~step.final_ok
-    over = over if followed is None else over & ~followed
-    ends = step.terminated * TERMINATED + step.truncated * TRUNCATED + over * NEXT_FIRST
-    return (ends + step.valid * VALID).to(torch.uint8)
+
+    def __init__(self, fillers: bool, device: torch.device):
+        rows = [[bool(code >> bit & 1) for bit in range(5)] for code in range(32)]
+        followed = [fillers and (term or cut) and first and valid and ok for term, cut, first, valid, ok in rows]
+        packed = [
+            term * TERMINATED + cut * TRUNCATED + ((first or not ok) and not after) * NEXT_FIRST + valid * VALID
+            for (term, cut, first, valid, ok), after in zip(rows, followed, strict=True)
+        ]
+        self._bits = torch.tensor([[1], [2], [4], [8], [16]], device=device)
+        self._packed = torch.tensor(packed, dtype=torch.uint8, device=device)
+        self._followed = torch.tensor(followed, dtype=torch.int64, device=device)
+
+    def __call__(self, step: Step) -> tuple[Tensor, Tensor]:
+        """Return the row's packed flags, uint8 [n], and the filler rows that follow it, int64 [n], 0 or 1."""
+        flags = torch.stack((step.terminated, step.truncated, step.first, step.valid, step.final_ok))
+        code = (flags * self._bits).sum(0)
+        return self._packed.index_select(0, code), self._followed.index_select(0, code)

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Generator, Tensor
 
-from pql.data.flags import ENDS, NEXT_FIRST, OLDER_FINAL_OK, pack_flags, tables
+from pql.data.flags import ENDS, NEXT_FIRST, OLDER_FINAL_OK, Packer, tables
 from pql.data.frames import Stacker, as_stored, deepest, fitted, kept_shape, newest_frame, put
 from pql.data.normalize import clip
 from pql.data.sizes import ReplayLayout, action_store, storage_dtype
@@ -96,7 +96,7 @@ class Replay:
             self.extra = {name: torch.zeros(cells, device=device) for name in layout.extra}
         self.live = Cursor(num_envs, device)  # the collector's positions
         self.columns = torch.arange(num_envs, device=device)
-        self._rules = tables(device)
+        self._rules, self._pack = tables(device), Packer(layout.fillers, device)
         self._constants: dict[tuple[int, float], tuple[Tensor, Tensor, Tensor]] = {}
         self.specs, self.stacks = obs, {k: s.stack for k, s in obs.items()}
         depth = deepest(obs.values())
@@ -108,7 +108,7 @@ class Replay:
     def begin(self, obs: Obs, columns: Tensor | None = None) -> None:
         """Write the first observation [n, ...] of ``columns`` (default: all)."""
         columns = self.columns if columns is None else columns
-        self._write_obs(self.live.head[columns] % self.rows * self.num_envs + columns, obs)
+        self._write_obs(self._cell(self.live.head[columns], columns), obs)
 
     def open(self, obs: Obs, memory: Memory | None) -> None:
         """Called at the beginning of a tick with observations [N, ...]; a ring has nothing to do then."""
@@ -122,7 +122,7 @@ class Replay:
 
         The observation at the head remains, in a filler row, as the last row's successor.
         """
-        self._fill_row(self.live.head % self.rows * self.num_envs + self.columns)
+        self._fill_row(self._cell(self.live.head, self.columns))
         self.live.head += 1
         self.begin(obs)
 
@@ -139,17 +139,16 @@ class Replay:
             arrived: [n] bool; False: the env has not answered, so no row is added. None: all have.
         """
         columns = self.columns if columns is None else columns
-        head = self.live.head[columns]
-        here, after = (row % self.rows * self.num_envs + columns for row in (head, head + 1))
-        new = torch.ones_like(head) if arrived is None else arrived.to(head.dtype)  # rows
-        followed = None
+        head = self.live.head.index_select(0, columns)
+        after = head + 1
+        here, flags, follow = self._cell(head, columns), *self._pack(step)
         if self.fillers:
-            followed = (step.terminated | step.truncated) & step.first & step.final_ok & step.valid
             # Written everywhere: where no episode ended, the next row overwrites it.
-            self._fill_row(after)
-            self._write_obs(after, step.final_obs)
-            new = new + new * followed
-        self.flags.index_copy_(0, here, pack_flags(step, followed))
+            filler = self._cell(after, columns)
+            self._fill_row(filler)
+            self._write_obs(filler, step.final_obs)
+            after = after + (follow if arrived is None else follow * arrived)
+        self.flags.index_copy_(0, here, flags)
         if not self.obs_only:
             action, extra = acted if isinstance(acted, Acted) else Acted(acted, {})
             self.action.index_copy_(0, here, action)
@@ -157,14 +156,20 @@ class Replay:
                 store.index_copy_(0, here, extra[name])
             self.reward.index_copy_(0, here, step.reward)
         # Without an answer the row remains at the head: unread, and rewritten later.
-        self.live.head.index_copy_(0, columns, head + new)
-        self.begin(step.obs, columns)
+        self.live.head.index_copy_(0, columns, after if arrived is None else torch.where(arrived, after, head))
+        self._write_obs(self._cell(after, columns), step.obs)
 
     def _fill_row(self, cell: Tensor) -> None:
         """Make filler rows of ``cell`` [n]: they end an episode, and no actor has evaluated their observations."""
         self.flags.index_fill_(0, cell, NEXT_FIRST)
         for store in self.extra.values():
             store.index_fill_(0, cell, torch.nan)
+        for store in () if self.obs_only else (self.action, self.reward):  # the same bits in every run
+            store.index_fill_(0, cell, 0)
+
+    def _cell(self, row: Tensor, columns: Tensor) -> Tensor:
+        """Return the cells of logical ``row`` of ``columns`` (both [n])."""
+        return torch.add(columns, row % self.rows, alpha=self.num_envs)
 
     def _write_obs(self, index: Tensor, obs: Obs) -> None:
         for name, store in self.obs.items():
@@ -200,7 +205,7 @@ class Replay:
     def sample_obs(self, cursor: Cursor, batch: int, gen: Generator) -> ObsBatch:
         """Draw observations [B, ...] for a policy update."""
         row, column, head = self.draw(cursor, batch, gen)
-        cell = torch.add(column, row % self.rows, alpha=self.num_envs)
+        cell = self._cell(row, column)
         mask = self.rule("valid", self.flags.index_select(0, cell).int()) & (head > 0)
         return ObsBatch(
             self._gather(cell, self._stack(row, column)), mask.float(), torch.ones_like(mask, dtype=torch.float32)
@@ -223,7 +228,7 @@ class Replay:
 
     def observations(self, row: Tensor, column: Tensor) -> Obs:
         """Return the observations at logical ``row`` of ``column`` (both [B])."""
-        return self._gather(torch.add(column, row % self.rows, alpha=self.num_envs), self._stack(row, column))
+        return self._gather(self._cell(row, column), self._stack(row, column))
 
     def targets(self, cursor: Cursor, row: Tensor, column: Tensor, head: Tensor, n: int, gamma: float) -> Window:
         """Return the windows that begin at logical ``row`` of ``column`` (both [B]).

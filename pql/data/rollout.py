@@ -217,10 +217,13 @@ class Rollout:
         norm, parts = view.norm, {k: self._read(k, t, view, columns) for k, t in self.storage().items()}
         width = parts["reward"].shape[1]
         terminated, truncated, first, valid, final_ok = parts["flags"].unbind(-1)
-        final, cut = parts["final"], truncated & ~terminated
-        lost = cut & valid & (~final_ok | (first & (final >= self.finals)))
+        cut, successor = truncated & ~terminated, (self._here + 1).expand(-1, width)
+        if self.finals:
+            lost = cut & valid & ~final_ok
+            successor = torch.where(cut & first, parts["final"] + self.horizon + 1, successor)
+        else:
+            lost = cut & valid & (first | ~final_ok)
         unknown = lost | (first & ~terminated & ~truncated)
-        successor = torch.where(cut & first, final.clamp(max=self.finals) + self.horizon + 1, self._here + 1)
         rows = {k: parts[f"obs/{k}"].unflatten(0, (-1, width)) for k in self.obs}
         reward = clip(parts["reward"], norm.reward_clip) * norm.reward_scale
         return Segment(

@@ -42,6 +42,7 @@ from pql.run.log.closing import closing_words
 from pql.run.log.console import Console, announced
 from pql.run.log.console_log import CONSOLE_LOG
 from pql.run.log.film import Filmer
+from pql.run.log.pace import few_rollouts
 from pql.run.play import can_film, check_video_packages
 from pql.run.policy import check_finite, fresh_policy, init_from, snapshot
 from pql.run.ranks import Ranks
@@ -210,6 +211,8 @@ class Session:
                 self.parts.begin(ticks)
         if ticks == 0:
             self.seconds = before + time.perf_counter() - start
+            if self._ready and (note := few_rollouts(self.config, self.seconds)):
+                self.say(note)
 
     def _say_more(self) -> None:
         """Report notes at the start of the run."""
@@ -639,7 +642,8 @@ class Session:
             self.console.close()
         seconds, ticks = self.seconds - begun["seconds"], int(self.parts.schedule.ticks - begun["ticks"])
         kept = (self.checkpoints / "last").exists(), bool(checkpoint.resume_points(self.checkpoints))
-        self.say(closing_words(summary, self.parts.busy(), seconds, ticks, self.config, kept))
+        best = self.best if (self.checkpoints / "best").exists() else float("-inf")
+        self.say(closing_words(summary, self.parts.busy(), seconds, ticks, self.config, kept, best))
         if self.archive.missing and self.ranks.first:
             lost = "; ".join(f"{what} ({why})" for what, why in self.archive.missing.items())
             raise RunError(f"the run has come to its end, but not all of it could be kept in {self.run_dir}: {lost}")

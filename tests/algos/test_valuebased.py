@@ -525,7 +525,7 @@ def test_settings_that_another_one_switches_on_are_read():
 def test_actions_must_be_discrete_and_the_other_way_round():
     with pytest.raises(ConfigError, match=r"task=pendulum: expected a task with discrete actions; this one has Box"):
         build(config_of({"task": {"name": "pendulum"}}))
-    with pytest.raises(ConfigError, match=r"this one has Discrete\(n=2\): for that, algo=dqn, ppo"):
+    with pytest.raises(ConfigError, match=r"this one has Discrete\(n=2, start=0\): for that, algo=dqn, ppo"):
         build(small_config(task={"name": "cartpole"}))
 
 

@@ -1,6 +1,8 @@
 """Statistics of ``pql doctor --env`` in addition to the contract's rules, on an environment with known rows."""
 
 import re
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -59,12 +61,23 @@ def test_ranges_are_of_what_counts_and_nan_is_told():
 def test_the_doctor_prints_both(capsys):
     register("flawed", Flawed)
     assert main(["doctor", "--env", "flawed", "--num-envs", "4"]) == 1
-    said = capsys.readouterr().out
+    said, ended = capsys.readouterr()
+    assert ended.splitlines()[-1].startswith("pql: flawed breaks rules of the contract: finite")
     assert "FAIL finite" in said
     assert "NaN or infinite" in said
     assert main(["doctor", "--env", "counter", "--num-envs", "4"]) == 0
     rate = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("env-steps/s"))
     assert float(rate.split()[1].replace(",", "")) > 0
+
+
+def test_a_long_check_says_once_how_long_it_takes(capsys, monkeypatch):
+    register("slow", lambda num_envs, device: Counter(num_envs, episode_length=5))
+    clock = iter(range(2, 100_000, 2))  # two seconds a step; the first one is not counted
+    read = SimpleNamespace(monotonic=lambda: next(clock), perf_counter=time.perf_counter)
+    monkeypatch.setattr("pql.cli.doctor_env.time", read)
+    assert main(["doctor", "--env", "slow", "--num-envs", "4", "--steps", "20"]) == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("the check makes")]
+    assert said == ["the check makes 2 env steps/s: about 130 s more; --num-envs 2 or --steps 50 takes less"]
 
 
 def test_terminations_in_the_row_of_the_limit_are_told():

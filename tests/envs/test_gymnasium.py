@@ -20,7 +20,7 @@ from pql.contract.env import Box, Discrete, MultiDiscrete, ObsSpec, adapted, mak
 from pql.contract.optional import PartialReset, supports  # noqa: E402
 from pql.envs.adapters.gymnasium import GymnasiumVec  # noqa: E402
 from pql.envs.adapters.gymnasium_host import copy_seeds, simulator_action  # noqa: E402
-from pql.errors import ConfigError  # noqa: E402
+from pql.errors import ConfigError, RunError  # noqa: E402
 from pql.remote.actor.gymnasium import GymnasiumSim  # noqa: E402
 from pql.remote.env import spec_of  # noqa: E402
 from pql.remote.process.far_build import describe_simulator  # noqa: E402
@@ -417,7 +417,24 @@ def other(**kwargs):
     return {"id": "PqlOther-v0", "kwargs": kwargs}
 
 
+class Mission(spaces.Space):
+    """A space of a package's own, which gymnasium cannot flatten."""
+
+
+def mission(**parts):
+    return other(obs=spaces.Dict({"mission": Mission(), **parts}))
+
+
+CHOSEN = (
+    r' "task.kwargs.wrappers=\[{name:FilterObservation,filter_keys:\[image,way\]},FlattenObservation\]" makes one array'
+)
 REFUSED = [
+    (mission(way=spaces.Discrete(4), image=spaces.Box(0, 9, (2,))), r"^observation_space=Dict.*" + CHOSEN),
+    (mission(), r"^observation_space=Dict.*; task.kwargs.wrappers=\[module:Wrapper\] of your own can convert it$"),
+    ({**mission(), "wrappers": ["FlattenObservation"]}, r"^wrappers=FlattenObservation: .*\(NotImplementedError"),
+    ({"id": "highway-v0"}, r"^id=highway-v0: .* id; with the module that registers it: MODULE:highway-v0$"),
+    ({"id": "gym_x/PushT-v0"}, r"^id=gym_x/PushT-v0: .*that registers it: gym_x:gym_x/PushT-v0$"),
+    ({"id": "gymnasium:Pendulm-v1"}, r"^id=gymnasium:Pendulm-v1: .* id \(did you mean Pendulum-v1\?\)$"),
     (other(action=spaces.Tuple([spaces.Discrete(2)])), r"^action_space=Tuple.* MultiDiscrete or MultiBinary; task"),
     (other(action=spaces.Box(-np.inf, 1, (2,))), r"^action_space=Box\(-inf, 1"),
     (other(action=spaces.Box(0, 3, (2,), np.int64)), r"^action_space=Box\(0, 3, \(2,\), int64"),
@@ -450,3 +467,45 @@ REFUSED = [
 def test_refusals_name_the_setting_and_the_space(kwargs, message):
     with pytest.raises(ConfigError, match=message):
         make_env("gymnasium", **{"num_envs": 2, "id": "Pendulum-v1", **kwargs})
+
+
+class Faulty(Other):
+    """Its packages do not fit."""
+
+    def __init__(self, error):
+        raise error("shapes differ")
+
+
+gymnasium.register("PqlFaulty-v0", Faulty)
+gymnasium.register("PqlFaultyAlone-v0", lambda: Faulty(TypeError))
+
+
+@pytest.mark.parametrize("vectorization", ["sync", "vector_entry_point"])
+@pytest.mark.parametrize(("id", "kwargs"), [("PqlFaulty-v0", {"error": AssertionError}), ("PqlFaultyAlone-v0", None)])
+def test_a_fault_of_the_environment_names_it_and_another_python(vectorization, id, kwargs, monkeypatch):
+    monkeypatch.setattr(gymnasium.spec(id), "vector_entry_point", lambda num_envs, **kw: gymnasium.spec(id).make(**kw))
+    with pytest.raises(RunError, match=f"^{id} could not be made: .*Error: shapes differ.*task.process.python") as seen:
+        GymnasiumVec(2, id=id, kwargs=kwargs, vectorization=vectorization)
+    assert seen.value.__cause__ is not None  # whose stack the command line prints
+
+
+class Restless(Other):
+    """Draws from a generator that ``reset(seed)`` does not seed."""
+
+    def reset(self, *, seed=None, options=None):
+        return np.random.default_rng().random(2, np.float32), {}
+
+
+gymnasium.register("PqlRestless-v0", Restless, max_episode_steps=3)
+gymnasium.register("PqlRestlessSaid-v0", Restless, max_episode_steps=3, nondeterministic=True)
+
+
+def test_an_environment_that_cannot_repeat_itself_is_declared():
+    report = check_env(GymnasiumVec(2, id="PqlRestless-v0"), 8)
+    assert report.failed == ["determinism"]
+    assert "deterministic=False in its EnvSpec (task=gymnasium: task.kwargs.deterministic=false)" in str(report)
+    for declared in ({"id": "PqlRestless-v0", "deterministic": False}, {"id": "PqlRestlessSaid-v0"}):
+        assert check_env(GymnasiumVec(2, **declared), 8).ok
+        assert GymnasiumSim(2, **declared).spec.deterministic is False
+    assert GymnasiumVec(2, id="PqlProbe-v0").spec.deterministic
+    assert not adapted(gymnasium.make_vec("PqlRestlessSaid-v0", 2)).spec.deterministic

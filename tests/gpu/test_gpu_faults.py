@@ -288,4 +288,4 @@ def test_a_race_on_any_tensor_but_rows_of_the_replay_is_found_as_on_a_device():
 
     assert raced(False, 20) == set()
     assert raced(False, 3, after_an_update(acting)) == {"another tensor: aten::add_, aten::copy_"}
-    assert raced(False, 3, after_an_update(whole)) == {"ring 0 reward: aten::add_, aten::index_copy_"}
+    assert raced(False, 3, after_an_update(whole)) == {"ring 0 reward: aten::add_, aten::index_fill_"}

@@ -32,7 +32,7 @@ FOREIGN = [pytest.mark.foreign]
 ON_CPU_TOO = r"pql (train|eval|doctor) .*(scale=gpu|device=cuda)"
 MARKED = {  # by the first rule that fits
     r"pql .*isaacgym.*device=cuda": [*GPU, *FOREIGN],
-    r"pql .*(/opt/|task=dmlab|task=playground|engine=warp|gymnasium_robotics:)": FOREIGN,
+    r"pql .*(/opt/|task=dmlab|task=playground|engine=warp|gymnasium_robotics:|minigrid:)": FOREIGN,
     r"PQL_ISAACGYMENVS=|python tools/check_originals": FOREIGN,
     r"python fast_td3|uv run": FOREIGN,
     ON_CPU_TOO: GPU,
@@ -207,6 +207,7 @@ def lacking(words):
     files += ["train.py"] if words[0] == "uv" else []
     modules = {"task=playground": "mujoco_playground", "task=dmlab": "deepmind_lab", "engine=warp": "mujoco_warp"}
     modules["task.id=gymnasium_robotics:PointMaze_UMaze-v3"] = "pettingzoo"  # which gymnasium_robotics imports
+    modules["task.id=minigrid:MiniGrid-Empty-5x5-v0"] = "minigrid"
     wanted = [] if files else [modules[word] for word in words if word in modules]
     return next((f for f in files if not Path(f).exists()), None) or next(
         (m for m in wanted if importlib.util.find_spec(m) is None), None

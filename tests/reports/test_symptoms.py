@@ -71,7 +71,7 @@ def seen(rows, settings=None):
             "busy/p: 95%, while busy/collector wait",
         ),
         (17, [{"env/dropped": 3.0}], [{"env/dropped": 0.0}], "env/dropped: 3 rows"),
-        (17, [{"replay/bootstrap_lost": 1200.0}], [{"replay/bootstrap_lost": 0.0}], "1,200 time limits"),
+        (17, [{"replay/bootstrap_lost": 1200.0}], [{"replay/bootstrap_lost": 0.0}], "1,200 windows"),
         (18, [{"skipped/v": 0.0, "skipped/p": 0.25}], [{"skipped/v": 0.0}], "25% of the policy's updates"),
         (3, run_of(value__q=lambda i: 2.0 ** (i / 4)), run_of(value__q=learnt), "times the values of the run's second"),
         (3, run_of(value__q=lambda i: -(2.0 ** (i / 4))), run_of(value__q=lambda i: -learnt(i)), "value/q: -8"),

@@ -31,6 +31,7 @@ from pql.reports.runs import read_rows
 from pql.run.log import feed, loggers, trackers
 from pql.run.log import sinks as log
 from pql.run.log.closing import closing_words
+from pql.run.log.pace import few_rollouts
 from pql.run.resume import resume_config
 from pql.run.session import Session
 from pql.run.store.run_dir import Summary
@@ -56,6 +57,29 @@ ROW = {
 
 def with_budget(**budget):
     return small_config(budget={"seconds": None, "env_steps": None, **budget})
+
+
+@pytest.mark.parametrize(
+    ("words", "seconds", "note"),
+    [
+        (
+            (),
+            15.0,
+            ["at 273 env steps/s budget.seconds=60 has room for about 1.5 rollouts", "8,192 env steps; num_envs=8 "],
+        ),
+        ((), 2.0, []),  # 14.5 rollouts
+        (("num_envs=1024",), 6.0, ["about 4.5 rollouts of num_envs x algo.horizon = 32,768", "num_envs=128 "]),
+        (("num_envs=8",), 15.0, []),  # fewer would not help
+        (("algo=pql2",), 15.0, []),  # no rollouts
+        (("budget.seconds=null", "budget.env_steps=9000"), 15.0, []),
+        (("algo.warmup_steps=0",), 0.0, []),
+    ],
+)
+def test_a_budget_with_room_for_few_rollouts_is_told(words, seconds, note):
+    config = compose(["task=pendulum", "algo=ppo", "scale=cpu", "budget.seconds=60", *words])
+    said = " ".join(few_rollouts(config, seconds).split())
+    assert all(part in said for part in note), said
+    assert bool(said) == bool(note)
 
 
 def test_closing_words_name_the_worker_that_bounds_the_tick():
@@ -110,6 +134,18 @@ def test_no_command_is_named_that_would_find_nothing():
     assert end(False, False, stopped) == ("interrupted: not evaluated", [])
 
 
+def test_a_better_policy_than_the_last_one_is_named():
+    summary = Summary("runs/x", 0.0, 0.0, 16, 50.0, 20_000, 2_400, 1_200, "runs/x/checkpoints/last")
+
+    def named(best, last=0.0):
+        ended = dataclasses.replace(summary, return_mean=last)
+        text = closing_words(ended, {"v": 1.0}, 3.0, 5, with_budget(seconds=50.0), best=best)
+        return [line for line in text.splitlines() if line.startswith("best: ")]
+
+    assert named(1234.56) == ["best: runs/x/checkpoints/best, return 1,234.6"]
+    assert named(0.04) == named(-1.0) == named(-float("inf")) == named(float("nan")) == named(1.0, None) == []
+
+
 def test_a_sitting_without_a_tick_names_no_worker():
     summary = Summary("runs/x", -1.25, -1.5, 16, 50.0, 20_000, 2_400, 1_200, "c")
     text = closing_words(summary, {"v": 0.0}, 0.0, 0, with_budget(seconds=50.0))
@@ -118,7 +154,10 @@ def test_a_sitting_without_a_tick_names_no_worker():
     assert text.endswith("pql resume runs/x budget.seconds=100")
     cut = dataclasses.replace(summary, updates_v=0, updates_p=0)
     text = closing_words(cut, {"v": 0.0}, 0.0, 0, with_budget(seconds=50.0))
-    assert "nothing was learned in this sitting: it ended before the first tick" in text
+    why = "nothing was learned in this sitting: it ended before the first tick"
+    assert f"{why}; a longer budget, or fewer num_envs or algo.warmup_steps, reaches it\n" in text
+    stopped = dataclasses.replace(cut, interrupted=True)
+    assert f"{why}\n" in closing_words(stopped, {}, 0.0, 0, with_budget(seconds=50.0))
 
 
 # -- files ----------------------------------------------------------------------------------------------------------

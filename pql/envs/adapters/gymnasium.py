@@ -57,7 +57,7 @@ class GymnasiumVec:
         check_settings(num_envs, settings)
         if settings.vectorization == OWN:
             envs = make_vector(settings, num_envs, "")
-            facts = facts_of_vector(envs, "vectorization", settings.id, settings.autoreset)
+            facts = facts_of_vector(envs, "vectorization", settings.id, settings.autoreset, settings.deterministic)
         else:
             facts = facts_of_copies(settings, "next_step")
             spec_of(facts, num_envs, device)  # refuses a space before there are processes
@@ -191,4 +191,5 @@ def spec_of(facts: Facts, num_envs: int, device: torch.device) -> EnvSpec:
         autoreset=cast(Literal["same_step", "next_step"], facts.autoreset),
         final_obs="always",
         info=facts.info,
+        deterministic=facts.deterministic,
     )

@@ -19,7 +19,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 
 from pql.contract.plain import Box, Discrete, MultiDiscrete
 from pql.contract.registry import import_name
-from pql.errors import ConfigError, nearest
+from pql.errors import ConfigError, RunError, first_line, nearest
 
 MODES = {"next_step": AutoresetMode.NEXT_STEP, "same_step": AutoresetMode.SAME_STEP}
 OWN = "vector_entry_point"  # the value of ``vectorization`` for a vector environment of the user
@@ -42,6 +42,8 @@ class GymnasiumSettings:
         wrappers: applied to each copy, the first one innermost: names in ``gymnasium.wrappers``, ``module:attribute``,
             or mappings of ``name`` and the wrapper's keywords. With ``vector_entry_point`` they are applied to the
             vector environment, and the names are those in ``gymnasium.wrappers.vector``.
+        deterministic: False for an environment that draws from a generator which ``reset(seed)`` does not seed. None:
+            as registered (``nondeterministic``).
     """
 
     id: str = "Pendulum-v1"
@@ -50,6 +52,7 @@ class GymnasiumSettings:
     kwargs: Mapping[str, Any] | None = None
     render_mode: str | None = None
     wrappers: Sequence[str | Mapping[str, Any]] | None = None
+    deterministic: bool | None = None
 
 
 class CopyObservation(gymnasium.ObservationWrapper):
@@ -69,6 +72,7 @@ class Facts(NamedTuple):
     max_episode_steps: int | None
     autoreset: str
     info: dict[str, Any]
+    deterministic: bool
 
 
 def check_settings(num_envs: int, settings: GymnasiumSettings) -> None:
@@ -131,11 +135,15 @@ def _errors_of(settings: GymnasiumSettings) -> Iterator[None]:
     try:
         yield
     except (gymnasium.error.UnregisteredEnv, gymnasium.error.DeprecatedEnv) as error:
-        known = f"a registered gymnasium id{nearest(id, gymnasium.registry)}"
-        raise ConfigError("id", id, known) from error
+        module, _, name = id.rpartition(":")
+        near = nearest(name, gymnasium.registry)
+        other = near if module or near else f"; with the module that registers it: {module_of(name)}:{id}"
+        raise ConfigError("id", id, f"a registered gymnasium id{other}") from error
     except (gymnasium.error.DependencyNotInstalled, ModuleNotFoundError) as error:
         raise ConfigError("id", id, f"an environment whose packages are installed ({error})") from error
     except TypeError as error:
+        if not kwargs:  # a fault of its own
+            raise RunError(_unmade(id, error)) from error
         raise ConfigError("kwargs", kwargs, f"keywords that {id} takes ({error})") from error
     except gymnasium.error.Error as error:
         entry = gymnasium.registry.get(id.rpartition(":")[2])
@@ -143,6 +151,19 @@ def _errors_of(settings: GymnasiumSettings) -> Iterator[None]:
             raise ConfigError("id", id, f"an environment that can be made ({error})") from error
         allowed = f"{OWN}: {id} has no entry_point" if entry.vector_entry_point else f"sync or async: {id} has no {OWN}"
         raise ConfigError("vectorization", settings.vectorization, allowed) from error
+    except Exception as error:
+        raise RunError(_unmade(id, error)) from error
+
+
+def _unmade(id: str, error: Exception) -> str:
+    other = "if it needs other versions of its packages, give it a Python that has them (task.process.python)"
+    return f"{id} could not be made: {first_line(error)}; {other}"
+
+
+def module_of(id: str) -> str:
+    """Return the likely module of an id ``namespace/Name-v0``; MODULE if it has no namespace."""
+    namespace, _, _ = id.rpartition("/")
+    return namespace if namespace.isidentifier() else "MODULE"
 
 
 def _wrappers(settings: GymnasiumSettings, module: str) -> list[Callable[[Any], Any]]:
@@ -174,9 +195,11 @@ def _gymnasiums_wrapper(name: str, module: str) -> Any:
 def _wrap(wrapper: Callable[..., Any], name: str, kwargs: dict[str, Any], env: Any) -> Any:
     try:
         return wrapper(env, **kwargs)
-    except (TypeError, ValueError, AssertionError, AttributeError, ImportError, gymnasium.error.Error) as error:
+    except Exception as error:  # a wrapper that does not fit may raise anything, NotImplementedError included
         given = f" with {kwargs}" if kwargs else ""
-        raise ConfigError("wrappers", name, f"a wrapper that takes this environment{given} ({error})") from error
+        raise ConfigError(
+            "wrappers", name, f"a wrapper that takes this environment{given} ({first_line(error)})"
+        ) from error
 
 
 # -- properties -------------------------------------------------------------------------------------------------------
@@ -191,17 +214,21 @@ def facts_of_copies(settings: GymnasiumSettings, default: str) -> Facts:
     env = make_one(settings)
     try:
         limit = env.spec.max_episode_steps if env.spec else None
-        return _facts(env, settings.id, env.observation_space, env.action_space, limit, settings.autoreset or default)
+        mode, repeats = settings.autoreset or default, settings.deterministic
+        return _facts(env, settings.id, env.observation_space, env.action_space, limit, mode, repeats)
     finally:
         env.close()
 
 
-def facts_of_vector(envs: VectorEnv, setting: str, name: str, autoreset: str | None = None) -> Facts:
+def facts_of_vector(
+    envs: VectorEnv, setting: str, name: str, autoreset: str | None = None, deterministic: bool | None = None
+) -> Facts:
     """Return the properties of a vector environment.
 
     Args:
         setting, name: the setting that chose it, and its name: for errors.
         autoreset: the mode that the settings demand; None: any.
+        deterministic: as in :class:`GymnasiumSettings`.
     Raises:
         ConfigError: its ``metadata`` declare no autoreset mode, or one that is not supported.
     """
@@ -215,12 +242,23 @@ def facts_of_vector(envs: VectorEnv, setting: str, name: str, autoreset: str | N
         raise ConfigError("autoreset", autoreset, f"null or {mode}, as {name} has")
     spec = envs.spec
     limit = None if spec is None else spec.kwargs.get("max_episode_steps", spec.max_episode_steps)
-    return _facts(envs, name, envs.single_observation_space, envs.single_action_space, limit, mode)
+    return _facts(envs, name, envs.single_observation_space, envs.single_action_space, limit, mode, deterministic)
 
 
-def _facts(env: Any, name: str, obs: spaces.Space, action: spaces.Space, limit: int | None, autoreset: str) -> Facts:
+def _facts(
+    env: Any,
+    name: str,
+    obs: spaces.Space,
+    action: spaces.Space,
+    limit: int | None,
+    autoreset: str,
+    deterministic: bool | None,
+) -> Facts:
     rate = env.metadata.get("render_fps")
-    return Facts(name, obs, action, limit if limit and limit > 0 else None, autoreset, {"dt": 1 / rate} if rate else {})
+    if deterministic is None:
+        deterministic = not (env.spec and env.spec.nondeterministic)
+    info = {"dt": 1 / rate} if rate else {}
+    return Facts(name, obs, action, limit if limit and limit > 0 else None, autoreset, info, deterministic)
 
 
 def resets_copies(envs: VectorEnv) -> bool:
@@ -277,10 +315,27 @@ def obs_parts(space: spaces.Space) -> dict[str, tuple[tuple[int, ...], str]]:
     for name, part in parts.items():
         if "policy" not in parts or not isinstance(part, spaces.Box) or part.dtype.kind not in "fiub":
             wanted = "a Box, or a Dict of these with a 'policy' entry"
-            other = "task.kwargs.wrappers=[FlattenObservation] makes one array of any space"
-            raise ConfigError("observation_space", space, f"{wanted}; {other}")
+            raise ConfigError("observation_space", space, f"{wanted}; {_flattening(space)}")
         found[name] = (part.shape, "uint8" if part.dtype == np.uint8 else "float32")
     return found
+
+
+def _flattening(space: spaces.Space) -> str:
+    """Return the setting, quoted for a shell, that makes one array of a space, and what it does."""
+    if _flat(space):
+        return "task.kwargs.wrappers=[FlattenObservation] makes one array of it"
+    keys = ",".join(name for name, part in space.items() if _flat(part)) if isinstance(space, spaces.Dict) else ""
+    if not keys:
+        return "task.kwargs.wrappers=[module:Wrapper] of your own can convert it"
+    chosen = f"[{{name:FilterObservation,filter_keys:[{keys}]}},FlattenObservation]"
+    return f'"task.kwargs.wrappers={chosen}" makes one array of the entries that have a fixed size'
+
+
+def _flat(space: spaces.Space) -> bool:
+    try:
+        return bool(space.is_np_flattenable)
+    except NotImplementedError:  # a space of a package's own, such as MiniGrid's missions
+        return False
 
 
 def action_spec(space: spaces.Space) -> Any:

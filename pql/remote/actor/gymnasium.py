@@ -42,7 +42,7 @@ class GymnasiumSim:
         check_settings(num_envs, settings)
         if settings.vectorization == OWN:
             self.envs = make_vector(settings, num_envs, "")
-            facts = facts_of_vector(self.envs, "vectorization", settings.id, settings.autoreset)
+            facts = facts_of_vector(self.envs, "vectorization", settings.id, settings.autoreset, settings.deterministic)
         else:
             facts = facts_of_copies(settings, "same_step")
             self.envs = make_vector(settings, num_envs, facts.autoreset)
@@ -57,6 +57,7 @@ class GymnasiumSim:
             autoreset=facts.autoreset,
             final_obs="always",
             info=facts.info,
+            deterministic=facts.deterministic,
         )
         self.next = facts.autoreset == "next_step"
         self.ended = np.zeros(num_envs, dtype=bool)

@@ -16,7 +16,13 @@ ADVICE = {
 
 
 def closing_words(
-    summary: Summary, busy: Row, seconds: float, ticks: int, config: Config, kept: tuple[bool, bool] = (True, True)
+    summary: Summary,
+    busy: Row,
+    seconds: float,
+    ticks: int,
+    config: Config,
+    kept: tuple[bool, bool] = (True, True),
+    best: float = -math.inf,
 ) -> str:
     """Return the last lines of a run: result, bottleneck, directory and the commands to use next.
 
@@ -24,6 +30,7 @@ def closing_words(
         busy: worker -> seconds of work in this sitting.
         seconds: duration of the sitting's ``ticks``.
         kept: (policy, resume point): True for each one on disk; commands that need a missing one are not shown.
+        best: mean return of the best evaluation, whose policy is kept; named if it is above the last one's.
     """
     policy, point = kept
     score = "not evaluated" if summary.return_mean is None else scores(summary)
@@ -41,9 +48,16 @@ def closing_words(
             bounded(busy, seconds) if ticks else idle(summary),
             f"run: {summary.run_dir}",
             *([f"policy: {summary.checkpoint}"] if policy else []),
+            *([f"best: {summary.run_dir}/checkpoints/best, return {best:,.1f}"] if above(best, summary) else []),
             *(f"{' ' * 6 if i else 'next: '}{one}" for i, one in enumerate(commands)),
         ]
     )
+
+
+def above(best: float, summary: Summary) -> bool:
+    """Return True if the best evaluation has a higher return than the last one, as both are printed."""
+    last = summary.return_mean
+    return last is not None and math.isfinite(best) and round(best, 1) > round(last, 1)
 
 
 def bounded(busy: Row, seconds: float) -> str:
@@ -56,7 +70,9 @@ def bounded(busy: Row, seconds: float) -> str:
 def idle(summary: Summary) -> str:
     """Return why a sitting ran no tick."""
     if summary.interrupted or summary.updates_v == 0:
-        return "nothing was learned in this sitting: it ended before the first tick"
+        return "nothing was learned in this sitting: it ended before the first tick" + (
+            "" if summary.interrupted else "; a longer budget, or fewer num_envs or algo.warmup_steps, reaches it"
+        )
     return "nothing was learned in this sitting: the budget of the run was already used up"
 
 
