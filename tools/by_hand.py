@@ -252,7 +252,7 @@ def chance(env: VecEnv, seed: int = 0) -> Play:
     gen, n, action = torch.Generator().manual_seed(seed), env.spec.num_envs, env.spec.action
     if isinstance(action, Discrete):
         return lambda obs: torch.randint(action.n, (n,), generator=gen)
-    return lambda obs: torch.rand(n, action.size, generator=gen) * 2 - 1
+    return lambda obs: torch.rand(n, *action.shape, generator=gen) * 2 - 1
 
 
 BY_HAND: dict[str, dict[str, Callable[[VecEnv], Play]]] = {

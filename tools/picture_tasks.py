@@ -47,7 +47,7 @@ def random_action(spec: EnvSpec, generator: torch.Generator) -> torch.Tensor:
     """Draw an action of one environment, [1, A] in [-1, 1] or [1]."""
     if isinstance(spec.action, Discrete):
         return torch.randint(spec.action.n, (1,), generator=generator)
-    return torch.rand(1, spec.action.size, generator=generator) * 2 - 1
+    return torch.rand(1, *spec.action.shape, generator=generator) * 2 - 1
 
 
 def main(words: list[str] | None = None) -> None:

@@ -27,12 +27,12 @@ RUNS = {
     },
 }
 MOST = {
-    "pql": {"collector step": 296, "v update": 127, "p update": 97, "tick beside graphs": 34},
-    "pql_d": {"collector step": 296, "v update": 149, "p update": 101, "tick beside graphs": 34},
-    "sac": {"collector step": 312, "v update": 145, "p update": 153, "tick beside graphs": 36},
-    "ppo": {"collector step": 304, "learner update": 267.5, "tick beside graphs": 31},
-    "reppo": {"collector step": 328, "learner update": 604.5, "tick beside graphs": 31},
-    "dqn": {"collector step": 192, "v update": 126.5, "tick beside graphs": 26},
+    "pql": {"collector step": 281, "v update": 123, "p update": 97, "tick beside graphs": 32},
+    "pql_d": {"collector step": 281, "v update": 145, "p update": 101, "tick beside graphs": 32},
+    "sac": {"collector step": 286, "v update": 141, "p update": 153, "tick beside graphs": 34},
+    "ppo": {"collector step": 302, "learner update": 266.5, "tick beside graphs": 31},
+    "reppo": {"collector step": 326, "learner update": 603.5, "tick beside graphs": 31},
+    "dqn": {"collector step": 179, "v update": 122.5, "tick beside graphs": 25},
 }
 
 
