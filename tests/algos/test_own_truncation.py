@@ -109,7 +109,10 @@ for _kind in ("continuous", "discrete"):
 
 SIZES = {
     "ppo": (),
-    "r2d2": ("replay.capacity=20_000", "algo.burn_in=4", "algo.length=8", "algo.period=4", "algo.target_period=480"),
+    "r2d2": (
+        *("replay.capacity=20_000", "algo.burn_in=4", "algo.length=8", "algo.period=4", "algo.target_period=512"),
+        *("algo.replay_ratio=16", "algo.batch_size=16", "algo.critic.lr=1e-3"),
+    ),
 }
 
 
