@@ -117,7 +117,7 @@ def _judge(spec: EnvSpec) -> shapes.Judge:
 
 def obs_fault(name: str, obs: Any, spec: EnvSpec) -> str:
     """Check observation groups against ``spec.obs``: names, shapes [N, ...], dtypes, device."""
-    return shapes.obs_fault(name, obs, spec, _judge(spec))
+    return shapes.groups_fault(name, obs, spec, _judge(spec))
 
 
 def shapes_fault(step: Any, spec: EnvSpec) -> str:
@@ -129,7 +129,7 @@ def shapes_fault(step: Any, spec: EnvSpec) -> str:
 
 def log_fault(step: Any, spec: EnvSpec) -> str:
     """Check that ``log`` has the keys of ``spec.log``, each [N] float32."""
-    return shapes.log_fault(step.log, spec, _judge(spec), torch.float32)
+    return shapes.log_keys_fault(step.log, spec, _judge(spec), torch.float32)
 
 
 def check_answer(method: str, answer: Any, spec: EnvSpec, rows: int | None = None) -> None:

@@ -12,7 +12,7 @@ FLAGS = ("terminated", "truncated", "first", "final_ok", "valid")
 Judge = Callable[[str, Any, "tuple[int, ...]", Any], str]
 
 
-def obs_fault(name: str, obs: Any, spec: Any, of: Judge) -> str:
+def groups_fault(name: str, obs: Any, spec: Any, of: Judge) -> str:
     """Check observation groups [N, ...] against ``spec.obs``."""
     if not isinstance(obs, Mapping):
         return f"{name} is a {type(obs).__name__}, expected a dict of the groups {sorted(spec.obs)}"
@@ -24,13 +24,13 @@ def obs_fault(name: str, obs: Any, spec: Any, of: Judge) -> str:
 
 def step_fault(step: Any, spec: Any, of: Judge, real: Any, flag: Any) -> str:
     """Check a step's fields, but the log: observations, reward (dtype ``real``) and flags (dtype ``flag``)."""
-    fault = obs_fault("obs", step.obs, spec, of) or obs_fault("final_obs", step.final_obs, spec, of)
+    fault = groups_fault("obs", step.obs, spec, of) or groups_fault("final_obs", step.final_obs, spec, of)
     for name in ("reward", *FLAGS):
         fault = fault or of(name, getattr(step, name), (spec.num_envs,), real if name == "reward" else flag)
     return fault
 
 
-def log_fault(log: Any, spec: Any, of: Judge, real: Any) -> str:
+def log_keys_fault(log: Any, spec: Any, of: Judge, real: Any) -> str:
     """Check that ``log`` has the keys of ``spec.log``, each [N] of dtype ``real``."""
     keys = sorted(getattr(spec, "log", ()))
     if not isinstance(log, Mapping) or sorted(log) != keys:

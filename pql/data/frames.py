@@ -56,7 +56,7 @@ def fitted(x: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def in_parts(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """As :func:`fitted`, ``CHUNK`` images at a time: they are floats while they are reduced."""
+    """Fit observations [n, ...] as :func:`fitted`, ``CHUNK`` at a time: images are floats while they are reduced."""
     return torch.cat([fitted(part, shape) for part in x.split(CHUNK)])
 
 

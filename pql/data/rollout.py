@@ -282,7 +282,7 @@ class Rollout:
             self.restore(t, state[k])
 
     def restore(self, store: Tensor, saved: Tensor) -> None:
-        """Copy a saved field; one of release 0.2 may have another number of final observations in each half."""
+        """Copy a ``saved`` field [rows, ...]; release 0.2 had another number of final observations in each half."""
         if store.shape != saved.shape:
             store, saved = (t.unflatten(0, (self.halves, -1, self.num_envs)) for t in (store, saved))
             rows = min(store.shape[1], saved.shape[1])

@@ -30,7 +30,7 @@ def redraw_noise(net: nn.Module, gen: Generator) -> None:
 
 
 def precise_end(layers: nn.Sequential, x: Tensor) -> Tensor:
-    """Return ``layers`` of ``x``; under autocast the last layer is computed in float32.
+    """Return ``layers`` of ``x`` [..., D]; under autocast the last layer is computed in float32.
 
     Values of actions differ by much less than their size, which bfloat16 would round to the same number.
     """

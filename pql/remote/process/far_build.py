@@ -17,7 +17,7 @@ from typing import Any, Callable, Mapping
 
 import numpy as np
 
-from pql.contract.shapes import FLAGS, log_fault, obs_fault, step_fault
+from pql.contract.shapes import FLAGS, groups_fault, log_keys_fault, step_fault
 
 ORDINARY = (False, False, False, True, True)  # FLAGS of a row in which no episode ended or began
 flags_of = operator.attrgetter(*FLAGS)
@@ -172,9 +172,9 @@ def answer_fault(method: str, answer: Any, spec: Any, tensors: bool = False) -> 
     if method == "step" and not all(hasattr(answer, name) for name in ("obs", "reward", "final_obs", "log", *FLAGS)):
         said = f"it is a {type(answer).__name__}, not a pql.Step"
     elif method == "step":
-        said = step_fault(answer, spec, of, "float32", None) or log_fault(answer.log, spec, of, "float32")
+        said = step_fault(answer, spec, of, "float32", None) or log_keys_fault(answer.log, spec, of, "float32")
     else:
-        said = obs_fault("obs", answer, spec, of)
+        said = groups_fault("obs", answer, spec, of)
     return said and f"{method}() to return what its spec says, but {said}: pql doctor --env NAME tests it"
 
 
