@@ -165,6 +165,8 @@ class EnvSpec:
             legacy default stream, with which the collector then synchronises by events).
         info: optional properties. ``dt``: seconds per step, for videos; ``lost_life``: ``terminated`` may be set where
             the episode continues; ``restarts``: the simulator may begin an episode (``first``) without ending one;
+            ``truncates_at_limit``: episodes are truncated at ``max_episode_steps`` only, so a rollout has room for few
+            final observations (those without room count as lost);
             ``action_reach``: see the property of this name.
     """
 

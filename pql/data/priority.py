@@ -289,7 +289,8 @@ class Prioritized(Ranked):
         head = cursor.head.index_select(0, column)
         row = head - 1 - (head - 1 - cell // replay.num_envs) % replay.rows  # the newest row in this cell
         out = replay.windows(cursor, row, column, head, self.n, self.gamma)
-        return out._replace(mask=out.mask * (leaf > 0), weight=weight)
+        drawn = leaf > 0
+        return out._replace(mask=out.mask * drawn, followed=out.followed * drawn, weight=weight)
 
     def used(self) -> int:
         return self.replay.used() * self.replay.num_envs

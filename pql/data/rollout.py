@@ -9,8 +9,9 @@ the segment. ::
       row T     |  o             the next observation to act on
       finals    |  o o           K final observations of truncated rows, in order, and one scratch row
 
-With same-step autoreset K is T, since every row may end an episode. With next-step autoreset K is 0: a filler row has
-the final observation. All observations are in one tensor, so their values take one forward pass. The collector
+With next-step autoreset K is 0: a filler row has the final observation. With same-step autoreset every row may end an
+episode, so K is T, unless the simulator truncates at its time limit only (``EnvSpec.info``). All observations are in
+one tensor, so their values take one forward pass. The collector
 writes during its part of a tick; a learner reads afterwards. If both run at once there are two halves: the collector
 fills one while the learner reads the other, and they swap between ticks. The learner pulls the index of the full half
 and its statistics like weights (:class:`View`).
@@ -148,7 +149,7 @@ class Rollout:
         self.row = torch.zeros(n, dtype=torch.int64, device=device)  # columns advance independently, as in the replay
         self.count = torch.zeros(n, dtype=torch.int64, device=device)
         self.columns = torch.arange(n, device=device)
-        self._here = torch.arange(horizon, device=device).unsqueeze(1)
+        self._next = torch.arange(1, horizon + 1, device=device).unsqueeze(1)
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
@@ -197,7 +198,7 @@ class Rollout:
         for k, store in self.obs.items():
             put(store, (row + 1 + half * self.rows) * n + columns, step.obs[k])
             put(store, (place + self.horizon + 1 + half * self.rows) * n + columns, step.final_obs[k])
-        self.count.index_copy_(0, columns, count + (step.truncated & step.first & step.valid))
+        self.count.index_copy_(0, columns, count + needs_room(step))
         self.row.index_copy_(0, columns, (row + 1).remainder(self.horizon))
 
     def positions(self) -> list[Tensor]:
@@ -217,12 +218,13 @@ class Rollout:
         norm, parts = view.norm, {k: self._read(k, t, view, columns) for k, t in self.storage().items()}
         width = parts["reward"].shape[1]
         terminated, truncated, first, valid, final_ok = parts["flags"].unbind(-1)
-        cut, successor = truncated & ~terminated, (self._here + 1).expand(-1, width)
+        cut, final, successor = truncated & ~terminated, parts["final"], self._next.expand(-1, width)
+        apart, unknown = cut & first, ~final_ok
+        if self.finals < self.horizon:  # else there is room for all
+            unknown = unknown | (first & (final >= self.finals))
+        lost = cut & valid & unknown
         if self.finals:
-            lost = cut & valid & ~final_ok
-            successor = torch.where(cut & first, parts["final"] + self.horizon + 1, successor)
-        else:
-            lost = cut & valid & (first | ~final_ok)
+            successor = torch.where(apart, final.clamp(max=self.finals) + (self.horizon + 1), successor)
         unknown = lost | (first & ~terminated & ~truncated)
         rows = {k: parts[f"obs/{k}"].unflatten(0, (-1, width)) for k in self.obs}
         reward = clip(parts["reward"], norm.reward_clip) * norm.reward_scale
@@ -292,7 +294,15 @@ class Rollout:
 
 def rollout_final_rows(horizon: int, spec: EnvSpec) -> int:
     """Return K, final observations per column that ``horizon`` rows may need a place for."""
-    return horizon if spec.autoreset == "same_step" else 0
+    if spec.autoreset == "next_step" or spec.final_obs == "never":
+        return 0
+    limit = spec.max_episode_steps if spec.info.get("truncates_at_limit") else None
+    return min(horizon, math.ceil(horizon / limit) + 1) if limit else horizon
+
+
+def needs_room(step: Step) -> Tensor:
+    """Return the rows whose final observation is in no other row, [n] bool."""
+    return step.truncated & step.first & step.valid & step.final_ok
 
 
 def rollout_bytes(spec: EnvSpec, horizon: int, params_size: int) -> int:

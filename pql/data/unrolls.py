@@ -25,7 +25,7 @@ from torch import Tensor
 from pql.contract.env import EnvSpec
 from pql.data.frames import put
 from pql.data.normalize import Normalizer
-from pql.data.rollout import PolicyOutput, Rollout, Segment, View
+from pql.data.rollout import PolicyOutput, Rollout, Segment, View, needs_room
 from pql.types import Memory, Obs, Rows, Step
 
 FULL = 3
@@ -102,7 +102,7 @@ class Unrolls:
         before = torch.where((row == 0).unsqueeze(1), acted.carry, rollout.carry[place])
         rollout.carry.index_copy_(0, place, before)
         now = self._shelve(place, full, columns)
-        cut = came & step.truncated & step.first & step.valid
+        cut = came & needs_room(step)
         for tensor, new in (
             (rollout.row, torch.where(begins, 0, row + came)),
             (rollout.count, torch.where(begins, 0, count + cut)),

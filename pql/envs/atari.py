@@ -105,7 +105,7 @@ class AtariVec:
             final_obs="always",
             log=("score",),
             groups=settings.groups,
-            info={"dt": SKIP / 60, **({"lost_life": True} if settings.life_loss else {})},
+            info={"dt": SKIP / 60, "truncates_at_limit": True, **({"lost_life": True} if settings.life_loss else {})},
         )
 
     @staticmethod

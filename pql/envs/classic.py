@@ -111,7 +111,7 @@ class TorchEnv:
             max_episode_steps=positive("max_episode_steps", max_episode_steps),
             final_obs="always",
             log=cls.terms,
-            info={"dt": cls.dt},
+            info={"dt": cls.dt, "truncates_at_limit": True},
         )
 
     @classmethod

@@ -30,8 +30,8 @@ MOST = {
     "pql": {"collector step": 281, "v update": 123, "p update": 97, "tick beside graphs": 32},
     "pql_d": {"collector step": 281, "v update": 145, "p update": 101, "tick beside graphs": 32},
     "sac": {"collector step": 286, "v update": 141, "p update": 153, "tick beside graphs": 34},
-    "ppo": {"collector step": 302, "learner update": 266.5, "tick beside graphs": 31},
-    "reppo": {"collector step": 326, "learner update": 603.5, "tick beside graphs": 31},
+    "ppo": {"collector step": 303, "learner update": 267.5, "tick beside graphs": 31},
+    "reppo": {"collector step": 327, "learner update": 604.5, "tick beside graphs": 31},
     "dqn": {"collector step": 179, "v update": 122.5, "tick beside graphs": 25},
 }
 

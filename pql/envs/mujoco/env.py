@@ -50,6 +50,7 @@ def describe(task: type[Task], num_envs: int, device: torch.device, options: Opt
         log=(*task.terms, *task.metrics, "diverged", *(("overflow",) if warp else ()), *level),
         deterministic=not (warp and device.type == "cuda"),
         info={"dt": task.dt, "frame_skip": task.frame_skip, "model": check_model(task, options.model)}
+        | {"truncates_at_limit": task.expired is Task.expired}
         | ({} if reach is None else {"action_reach": reach}),
     )
 
