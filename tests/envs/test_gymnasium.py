@@ -233,7 +233,8 @@ class Many(gymnasium.vector.VectorEnv):
     """obs = [seed, episode, step] of copies whose episodes last 3, 4, 5, ... rows; they end by a failure, or by a limit
     in every third one. Its arrays are reused."""
 
-    def __init__(self, num_envs, mode=AutoresetMode.NEXT_STEP, max_episode_steps=None, final=True):
+    def __init__(self, num_envs, mode=AutoresetMode.NEXT_STEP, max_episode_steps=None, final=True, copies=None):
+        num_envs = copies or num_envs
         self.num_envs, self.metadata, self.final = num_envs, {"autoreset_mode": mode}, final
         self.single_observation_space = spaces.Box(-np.inf, np.inf, (3,), np.float64)
         self.single_action_space = spaces.Box(0.0, 4.0, (1,))
@@ -454,6 +455,10 @@ REFUSED = [
     (many(kwargs={"colour": "red"}), r"^kwargs=.*colour"),
     ({"wrappers": ["FlatenObservation"]}, r"^wrappers=FlatenObservation: .*did you mean FlattenObservation\?"),
     ({"wrappers": ["RecordVideo"]}, r"^wrappers=RecordVideo: expected module:attribute, or one of "),
+    ({"wrappers": ["NormalizeObservation"]}, r"^wrappers=NormalizeObservation: .*: algo.normalize_obs=true does this$"),
+    (many(wrappers=[{"name": "NormalizeReward"}]), r"^wrappers=NormalizeReward: .*: algo.normalize_reward=true d"),
+    ({"wrappers": ["gymnasium.wrappers:NormalizeReward"]}, r"^wrappers=gym.*:NormalizeReward: .*normalize_reward"),
+    (many(num_envs=8, kwargs={"copies": 6}), r"^num_envs=8: expected 6: PqlMany-v0 makes 6 environments$"),
     ({"wrappers": ["no_such_module:Wrap"]}, r"^wrappers=no_such_module:Wrap: .*No module named"),
     ({"wrappers": "FlattenObservation"}, r"^wrappers=FlattenObservation: expected a list of names"),
     ({"wrappers": [{"stack_size": 4}]}, r"^wrappers=.*stack_size.*: expected a list of names, or of mappings"),

@@ -24,6 +24,8 @@ from pql.errors import ConfigError, RunError, first_line, nearest
 MODES = {"next_step": AutoresetMode.NEXT_STEP, "same_step": AutoresetMode.SAME_STEP}
 OWN = "vector_entry_point"  # the value of ``vectorization`` for a vector environment of the user
 NO_LEARNING = {"vector", "RecordVideo", "HumanRendering"}  # names in gymnasium.wrappers: pql records and shows episodes
+# Their running statistics are in no checkpoint, evaluation or export.
+STATISTICS = {"NormalizeObservation": "algo.normalize_obs", "NormalizeReward": "algo.normalize_reward"}
 WRAPPERS = "a list of names, or of mappings with name and keywords: [{name: FrameStackObservation, stack_size: 4}]"
 
 
@@ -118,6 +120,10 @@ def make_vector(settings: GymnasiumSettings, num_envs: int, autoreset: str, spaw
             envs = gymnasium.make_vec(settings.id, num_envs, OWN, **kwargs)
         for wrap in _wrappers(settings, "gymnasium.wrappers.vector"):
             envs = wrap(envs)
+        if envs.num_envs != num_envs:
+            made = envs.num_envs
+            envs.close()
+            raise ConfigError("num_envs", num_envs, f"{made}: {settings.id} makes {made} environments")
         return envs
     vector: dict[str, Any] = {"autoreset_mode": MODES[autoreset], "copy": False}
     if settings.vectorization == "async" and spawn:
@@ -176,15 +182,23 @@ def _wrappers(settings: GymnasiumSettings, module: str) -> list[Callable[[Any], 
         kwargs = {"name": entry} if isinstance(entry, str) else entry
         if not (isinstance(kwargs, Mapping) and isinstance(name := kwargs.get("name"), str)):
             raise ConfigError("wrappers", entry, WRAPPERS)
+        _refuse_statistics(name)
         wrapper = import_name("wrappers", name) if ":" in name else _gymnasiums_wrapper(name, module)
         found.append(partial(_wrap, wrapper, name, {k: v for k, v in kwargs.items() if k != "name"}))
     return found
 
 
+def _refuse_statistics(name: str) -> None:
+    module, _, wrapper = name.rpartition(":")
+    if wrapper in STATISTICS and module.partition(".")[0] in ("", "gymnasium"):
+        wanted = f"no running statistics, which neither checkpoints nor evaluations would have: {STATISTICS[wrapper]}"
+        raise ConfigError("wrappers", name, f"{wanted}=true does this")
+
+
 def _gymnasiums_wrapper(name: str, module: str) -> Any:
     try:
         found = importlib.import_module(module)  # only now: that of vector environments needs a package more
-        known = [n for n in found.__all__ if n not in NO_LEARNING]
+        known = [n for n in found.__all__ if n not in NO_LEARNING and n not in STATISTICS]
         if name in known:
             return getattr(found, name)
     except ImportError as error:
