@@ -20,7 +20,7 @@ from pql.contract.env import Box, Discrete, MultiDiscrete, ObsSpec, adapted, mak
 from pql.contract.optional import PartialReset, supports  # noqa: E402
 from pql.envs.adapters.gymnasium import GymnasiumVec  # noqa: E402
 from pql.envs.adapters.gymnasium_host import copy_seeds, simulator_action  # noqa: E402
-from pql.errors import ConfigError, RunError  # noqa: E402
+from pql.errors import ConfigError, PqlWarning, RunError  # noqa: E402
 from pql.remote.actor.gymnasium import GymnasiumSim  # noqa: E402
 from pql.remote.env import spec_of  # noqa: E402
 from pql.remote.process.far_build import describe_simulator  # noqa: E402
@@ -316,12 +316,29 @@ def test_a_vector_environment_is_taken_as_an_object(mode, tmp_path):
     assert np.array_equal(remote.reset(4)["policy"].astype(np.float32), ours.reset(4)["policy"].numpy())
 
 
-def test_lost_final_observations_of_a_vector_environment_are_named():
-    env = adapted(Many(2, AutoresetMode.SAME_STEP, final=False))
+@pytest.mark.parametrize("remote", [False, True])
+def test_lost_final_observations_of_a_vector_environment_are_marked(remote):
+    options = many(kwargs={"mode": AutoresetMode.SAME_STEP, "final": False})
+    env = (GymnasiumSim if remote else GymnasiumVec)(2, **options)
     env.reset(0)
-    env.step(torch.zeros(2, 1)), env.step(torch.zeros(2, 1))
-    with pytest.raises(ConfigError, match=r"^autoreset=same_step: expected infos\['final_obs'\]"):
-        env.step(torch.zeros(2, 1))
+    action = np.zeros((2, 1), np.float32) if remote else torch.zeros(2, 1)
+    rows = [(step.first.tolist(), step.final_ok.tolist()) for step in (env.step(action) for _ in range(4))]
+    assert rows[1:] == [
+        ([False, False], [True, True]),
+        ([True, False], [False, True]),
+        ([False, True], [True, False]),
+    ]
+
+
+def test_a_run_reports_the_lost_final_observations_of_a_vector_environment(tmp_path):
+    with pytest.warns(PqlWarning, match="the simulator did not return the final observation"):
+        pql.train(
+            "algo=ppo", "scale=cpu", "budget.env_steps=400", "eval.final=false", f"run_dir={tmp_path}/run", quiet=True,
+            env=Many(4, AutoresetMode.SAME_STEP, final=False),
+        )  # fmt: skip
+
+
+def test_an_unsupported_autoreset_mode_is_named():
     with pytest.raises(ConfigError, match=r"^env=Many: .*not DISABLED"):
         adapted(Many(2, AutoresetMode.DISABLED))
 

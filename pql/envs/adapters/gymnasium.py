@@ -81,8 +81,7 @@ class GymnasiumVec:
         self._next, self._space = facts.autoreset == "next_step", facts.action
         self._obs, self._final = ({k: self._stage(v.shape, v.dtype) for k, v in self.spec.obs.items()} for _ in "of")
         self._reward = self._stage((), torch.float32)
-        self._flags = Stage((4, envs.num_envs), torch.bool, device)
-        self._true = torch.ones(envs.num_envs, dtype=torch.bool, device=device)
+        self._flags = Stage((5, envs.num_envs), torch.bool, device)
         self._ended = np.zeros(envs.num_envs, dtype=bool)
         self._sent = torch.cuda.Event() if device.type == "cuda" else None
         if resets_copies(envs):
@@ -126,26 +125,29 @@ class GymnasiumVec:
         terminated, truncated = np.asarray(terminated, bool), np.asarray(truncated, bool)
         raw = terminated | truncated
         filler = self._ended if self._next else np.zeros_like(raw)
-        self._flags.array[:] = (
+        self._flags.array[:4] = (
             terminated & ~filler,
             truncated & ~terminated & ~filler,
             filler if self._next else raw,
             ~filler,
         )
+        self._flags.array[4] = True
         self._reward.array[:] = reward
         stages = self._fill(self._obs, obs)
         ends = np.flatnonzero(raw) if not self._next else ()
         if len(ends):  # otherwise the final observation is the observation itself
             self._fill(self._final, obs)
             for i in ends:
-                for name, row in final_groups(info, int(i)).items():
+                final_row = final_groups(info, int(i))
+                self._flags.array[4, i] = final_row is not None
+                for name, row in (final_row or {}).items():
                     self._final[name].array[i] = row
         self._ended = raw
         flags = self._flags.send().unbind(0)
         reward_sent = self._reward.send()
         final = {name: stage.send() for name, stage in self._final.items()} if len(ends) else None
         sent = self._send(stages)
-        return Step(sent, reward_sent, flags[0], flags[1], flags[2], final or dict(sent), self._true, flags[3], {})
+        return Step(sent, reward_sent, flags[0], flags[1], flags[2], final or dict(sent), flags[4], flags[3], {})
 
     def render(self, index: int = 0, width: int | None = None, height: int | None = None) -> np.ndarray:
         """Render copy ``index``, uint8 [H, W, 3], in the environment's own size.

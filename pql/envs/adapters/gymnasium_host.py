@@ -305,17 +305,14 @@ def groups_of(obs: Any) -> dict[str, Any]:
     return dict(obs) if isinstance(obs, Mapping) else {"policy": obs}
 
 
-def final_groups(info: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """Return the final observation of copy ``index`` under same-step autoreset, by group.
-
-    Raises:
-        ConfigError: the environment's ``infos`` have none.
-    """
-    final = info.get("final_obs")
-    if final is None:
-        wanted = "infos['final_obs'] where an episode ended, as gymnasium has it under same-step autoreset"
-        raise ConfigError("autoreset", "same_step", wanted)
-    return {k: v[index] for k, v in final.items()} if isinstance(final, Mapping) else groups_of(final[index])
+def final_groups(info: Mapping[str, Any], index: int) -> dict[str, Any] | None:
+    """Return the final observation of copy ``index`` under same-step autoreset, by group; None: ``info`` has none."""
+    final, there = info.get("final_obs"), info.get("_final_obs")
+    if final is None or not (there is None or there[index]):
+        return None
+    if isinstance(final, Mapping):
+        return {k: v[index] for k, v in final.items()}
+    return None if final[index] is None else groups_of(final[index])
 
 
 def obs_parts(space: spaces.Space) -> dict[str, tuple[tuple[int, ...], str]]:

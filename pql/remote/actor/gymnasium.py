@@ -73,11 +73,13 @@ class GymnasiumSim:
         filler = self.ended if self.next else np.zeros_like(over)
         self.ended = over
         seen = groups_of(obs)
-        final = seen
+        final, final_ok = seen, np.ones_like(over)
         if not self.next and over.any():
             final = {k: v.copy() for k, v in seen.items()}
             for i in np.flatnonzero(over):
-                for k, row in final_groups(info, int(i)).items():
+                final_row = final_groups(info, int(i))
+                final_ok[i] = final_row is not None
+                for k, row in (final_row or {}).items():
                     final[k][i] = row
         return Step(
             obs=seen,
@@ -86,7 +88,7 @@ class GymnasiumSim:
             truncated=truncated & ~terminated & ~filler,
             first=filler if self.next else over,
             final_obs=final,
-            final_ok=np.ones_like(over),
+            final_ok=final_ok,
             valid=~filler,
             log={},
         )
