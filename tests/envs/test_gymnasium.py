@@ -351,6 +351,122 @@ def test_gymnasiums_own_vector_classes_keep_partial_resets_as_objects():
     assert env.reset_where(torch.tensor([True, False, True]))["policy"][:, 2].tolist() == [0, 1, 0]
 
 
+# -- first answers that break the specification ------------------------------------------------------------------------
+
+
+def plain(**changes):
+    """Answers of three rows, with changes; ``drop``: elements left out at the end."""
+    obs, rows, none = np.zeros((3, 2), np.float32), np.zeros(3), np.zeros(3, bool)
+    return {
+        "first": obs,
+        "obs": obs,
+        "reward": rows,
+        "terminated": none,
+        "truncated": none,
+        "drop": 0,
+    } | changes
+
+
+class Wrong(gymnasium.vector.VectorEnv):
+    """Answers with the arrays of ``plain``."""
+
+    single_observation_space = observation_space = spaces.Box(-1, 1, (2,))
+    single_action_space = action_space = spaces.Box(-1, 1, (1,))
+
+    def __init__(self, num_envs, **changes):
+        self.num_envs, self.answer = num_envs, plain(**changes)
+        self.metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
+
+    def reset(self, *, seed=None, options=None):
+        return self.answer["first"], {}
+
+    def step(self, action):
+        given = (*(self.answer[k] for k in ("obs", "reward", "terminated", "truncated")), {})
+        return given[: 5 - self.answer["drop"]]
+
+
+class WrongOne(gymnasium.Env):
+    observation_space, action_space = spaces.Box(-1, 1, (2,)), spaces.Box(-1, 1, (1,))
+
+    def __init__(self, **changes):
+        one = {"first": np.zeros(2, np.float32), "obs": np.zeros(2, np.float32)}
+        self.answer = one | {"reward": 0.0, "terminated": False, "truncated": False, "drop": 0} | changes
+
+    reset, step = Wrong.reset, Wrong.step
+
+
+gymnasium.register("PqlWrong-v0", WrongOne, vector_entry_point=Wrong, disable_env_checker=True, max_episode_steps=9)
+gymnasium.register("PqlWrongSeen-v0", WrongOne, max_episode_steps=9)  # by gymnasium's own checker
+
+OWN, SHAPE = "vector_entry_point", "what its spec says, but {} has shape {}, expected {}"
+WRONG = [
+    (OWN, {"reward": np.zeros((3, 1))}, "step", SHAPE.format("reward", [3, 1], [3])),
+    (OWN, {"reward": 1.0}, "step", SHAPE.format("reward", [], [3])),
+    (OWN, {"terminated": np.zeros((3, 1), bool)}, "step", SHAPE.format("terminated", [3, 1], [3])),
+    (OWN, {"terminated": False}, "step", SHAPE.format("terminated", [], [3])),
+    (OWN, {"truncated": [False]}, "step", SHAPE.format("truncated", [1], [3])),
+    (OWN, {"obs": np.zeros((3, 4))}, "step", SHAPE.format("obs[policy]", [3, 4], [3, 2])),
+    (OWN, {"obs": np.zeros(2)}, "step", SHAPE.format("obs[policy]", [2], [3, 2])),
+    (OWN, {"obs": np.zeros((1, 2))}, "step", SHAPE.format("obs[policy]", [1, 2], [3, 2])),
+    (OWN, {"first": np.zeros((1, 2))}, "reset", SHAPE.format("obs[policy]", [1, 2], [3, 2])),
+    (
+        OWN,
+        {"obs": {"a": np.zeros((3, 2))}},
+        "step",
+        "what its spec says, but obs has groups ['a'], expected",
+    ),
+    (OWN, {"drop": 1}, "step", "(obs, reward, terminated, truncated, info), not a tuple of 4"),
+    ("sync", {"reward": [0.0]}, "step", SHAPE.format("reward", [1], [])),
+    ("async", {"reward": [0.0]}, "step", SHAPE.format("reward", [1], [])),
+    ("sync", {"terminated": np.zeros(1, bool)}, "step", SHAPE.format("terminated", [1], [])),
+    ("sync", {"first": np.zeros(1)}, "reset", SHAPE.format("obs[policy]", [1], [2])),
+    ("sync", {"obs": np.zeros(4)}, "step", SHAPE.format("obs[policy]", [4], [2])),
+    ("sync", {"drop": 1}, "step", "(obs, reward, terminated, truncated, info), but: ValueError: not enough values"),
+]
+
+
+@pytest.mark.parametrize("make", [GymnasiumVec, GymnasiumSim])
+@pytest.mark.parametrize(("vectorization", "changes", "method", "wanted"), WRONG)
+def test_a_first_answer_of_another_shape_is_named(make, vectorization, changes, method, wanted):
+    env = make(3, id="PqlWrong-v0", vectorization=vectorization, kwargs=changes)
+    action = torch.zeros(3, 1) if make is GymnasiumVec else np.zeros((3, 1), np.float32)
+    if method == "step":
+        env.reset(0)
+    with pytest.raises(ConfigError) as seen:
+        env.reset(0) if method == "reset" else env.step(action)
+    assert str(seen.value).startswith(f"task=PqlWrong-v0: expected {method}() to return {wanted}")
+    assert str(seen.value).endswith(": pql doctor --env NAME tests it")
+    env.close()
+
+
+def test_a_first_answer_that_gymnasiums_checker_refuses_is_named():
+    env = GymnasiumVec(2, id="PqlWrongSeen-v0", kwargs={"drop": 2}, autoreset="same_step")
+    env.reset(0)
+    with pytest.raises(ConfigError, match=r"^task=PqlWrongSeen-v0: expected step\(\) to return \(obs, reward, .*but: "):
+        env.step(torch.zeros(2, 1))
+
+
+def test_faults_of_an_environments_own_code_are_left_as_they_are():
+    def step(self, action):
+        return (*(value for value, _ in [(1,)]), action)
+
+    env = GymnasiumVec(2, id="PqlWrong-v0")
+    env.reset(0)
+    for copy in env._envs.envs:
+        copy.unwrapped.step = step.__get__(copy.unwrapped)
+    with pytest.raises(ValueError, match="unpack"):
+        env.step(torch.zeros(2, 1))
+
+
+def test_only_the_first_answers_are_checked():
+    env = GymnasiumVec(2, id="PqlWrong-v0")
+    env.reset(0)
+    env.step(torch.zeros(2, 1))
+    copy = env._envs.envs[0]
+    assert copy.step == copy.env.step
+    assert copy.reset == copy.env.reset
+
+
 # -- wrappers ---------------------------------------------------------------------------------------------------------
 
 

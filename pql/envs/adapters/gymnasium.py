@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pql.contract.env import EnvSpec, ObsSpec
 from pql.contract.registry import takes
+from pql.envs.adapters.gymnasium_check import CheckFirst, FirstAnswers
 from pql.envs.adapters.gymnasium_host import (
     OWN,
     Facts,
@@ -26,7 +27,6 @@ from pql.envs.adapters.gymnasium_host import (
     groups_of,
     make_vector,
     obs_parts,
-    reset_copies,
     resets_copies,
     simulator_action,
 )
@@ -62,7 +62,7 @@ class GymnasiumVec:
             facts = facts_of_copies(settings, "next_step")
             spec_of(facts, num_envs, device)  # refuses a space before there are processes
             # A forked child would inherit a CUDA context that it cannot use.
-            envs = make_vector(settings, num_envs, facts.autoreset, spawn=device.type == "cuda")
+            envs = make_vector(settings, num_envs, facts.autoreset, [CheckFirst], spawn=device.type == "cuda")
         self._hold(envs, facts, device)
 
     @classmethod
@@ -78,6 +78,7 @@ class GymnasiumVec:
 
     def _hold(self, envs: VectorEnv, facts: Facts, device: torch.device) -> None:
         self._envs, self.spec = envs, spec_of(facts, envs.num_envs, device)
+        self._answers = FirstAnswers(envs, facts.name, obs_parts(facts.obs))
         self._next, self._space = facts.autoreset == "next_step", facts.action
         self._obs, self._final = ({k: self._stage(v.shape, v.dtype) for k, v in self.spec.obs.items()} for _ in "of")
         self._reward = self._stage((), torch.float32)
@@ -104,7 +105,7 @@ class GymnasiumVec:
 
     def reset(self, seed: int | None = None) -> Obs:
         self._wait()
-        obs = reset_copies(self._envs, seed)
+        obs = self._answers.reset(seed)
         self._ended[:] = False
         return self._send(self._fill(self._obs, obs))
 
@@ -120,7 +121,7 @@ class GymnasiumVec:
 
     def step(self, action: Tensor) -> Step:
         given = simulator_action(self._space, action.detach().cpu().numpy())
-        obs, reward, terminated, truncated, info = self._envs.step(given)
+        obs, reward, terminated, truncated, info = self._answers.step(given)
         self._wait()
         terminated, truncated = np.asarray(terminated, bool), np.asarray(truncated, bool)
         raw = terminated | truncated

@@ -105,11 +105,14 @@ def make_one(settings: GymnasiumSettings) -> gymnasium.Env:
     return env
 
 
-def make_vector(settings: GymnasiumSettings, num_envs: int, autoreset: str, spawn: bool = False) -> VectorEnv:
+def make_vector(
+    settings: GymnasiumSettings, num_envs: int, autoreset: str, outer: Sequence[Any] = (), spawn: bool = False
+) -> VectorEnv:
     """Make ``num_envs`` copies. Errors as for :func:`make_one`.
 
     Args:
         autoreset: a key of ``MODES``; not used with ``vector_entry_point``.
+        outer: wrappers of each copy around those of the settings; not used with ``vector_entry_point``.
         spawn: start the processes of ``async`` anew, instead of by a fork.
     """
     kwargs: dict[str, Any] = dict(settings.kwargs or {})
@@ -128,7 +131,7 @@ def make_vector(settings: GymnasiumSettings, num_envs: int, autoreset: str, spaw
     vector: dict[str, Any] = {"autoreset_mode": MODES[autoreset], "copy": False}
     if settings.vectorization == "async" and spawn:
         vector["context"] = "spawn"
-    wrappers: list[Any] = _wrappers(settings, "gymnasium.wrappers")
+    wrappers: list[Any] = [*_wrappers(settings, "gymnasium.wrappers"), *outer]
     wrappers += [CopyObservation] if autoreset == "same_step" else []
     with _errors_of(settings):
         return gymnasium.make_vec(settings.id, num_envs, settings.vectorization, vector, wrappers, **kwargs)
@@ -281,15 +284,15 @@ def resets_copies(envs: VectorEnv) -> bool:
 
 
 def reset_copies(envs: VectorEnv, seed: int | None) -> Any:
-    """Restart all copies; return the first observations [N, ...].
+    """Restart all copies; return the first observations [N, ...] and the infos.
 
     Each copy has an element of numpy's ``SeedSequence``: with ``seed + i``, neighbouring seeds would share all copies
     but one.
     """
     if seed is None:
-        return envs.reset()[0]
+        return envs.reset()
     seeds = copy_seeds(seed, envs.num_envs)
-    return envs.reset(seed=seeds if resets_copies(envs) else seeds[0])[0]  # type: ignore[arg-type]
+    return envs.reset(seed=seeds if resets_copies(envs) else seeds[0])  # type: ignore[arg-type]
 
 
 def copy_seeds(seed: int, count: int) -> list[int]:
