@@ -20,7 +20,7 @@ from pql.contract.env import Box, Discrete, MultiDiscrete, ObsSpec, adapted, mak
 from pql.contract.optional import PartialReset, supports  # noqa: E402
 from pql.envs.adapters.gymnasium import GymnasiumVec  # noqa: E402
 from pql.envs.adapters.gymnasium_host import copy_seeds, simulator_action  # noqa: E402
-from pql.errors import ConfigError, RunError  # noqa: E402
+from pql.errors import ConfigError, PqlWarning, RunError  # noqa: E402
 from pql.remote.actor.gymnasium import GymnasiumSim  # noqa: E402
 from pql.remote.env import spec_of  # noqa: E402
 from pql.remote.process.far_build import describe_simulator  # noqa: E402
@@ -233,7 +233,8 @@ class Many(gymnasium.vector.VectorEnv):
     """obs = [seed, episode, step] of copies whose episodes last 3, 4, 5, ... rows; they end by a failure, or by a limit
     in every third one. Its arrays are reused."""
 
-    def __init__(self, num_envs, mode=AutoresetMode.NEXT_STEP, max_episode_steps=None, final=True):
+    def __init__(self, num_envs, mode=AutoresetMode.NEXT_STEP, max_episode_steps=None, final=True, copies=None):
+        num_envs = copies or num_envs
         self.num_envs, self.metadata, self.final = num_envs, {"autoreset_mode": mode}, final
         self.single_observation_space = spaces.Box(-np.inf, np.inf, (3,), np.float64)
         self.single_action_space = spaces.Box(0.0, 4.0, (1,))
@@ -315,12 +316,29 @@ def test_a_vector_environment_is_taken_as_an_object(mode, tmp_path):
     assert np.array_equal(remote.reset(4)["policy"].astype(np.float32), ours.reset(4)["policy"].numpy())
 
 
-def test_lost_final_observations_of_a_vector_environment_are_named():
-    env = adapted(Many(2, AutoresetMode.SAME_STEP, final=False))
+@pytest.mark.parametrize("remote", [False, True])
+def test_lost_final_observations_of_a_vector_environment_are_marked(remote):
+    options = many(kwargs={"mode": AutoresetMode.SAME_STEP, "final": False})
+    env = (GymnasiumSim if remote else GymnasiumVec)(2, **options)
     env.reset(0)
-    env.step(torch.zeros(2, 1)), env.step(torch.zeros(2, 1))
-    with pytest.raises(ConfigError, match=r"^autoreset=same_step: expected infos\['final_obs'\]"):
-        env.step(torch.zeros(2, 1))
+    action = np.zeros((2, 1), np.float32) if remote else torch.zeros(2, 1)
+    rows = [(step.first.tolist(), step.final_ok.tolist()) for step in (env.step(action) for _ in range(4))]
+    assert rows[1:] == [
+        ([False, False], [True, True]),
+        ([True, False], [False, True]),
+        ([False, True], [True, False]),
+    ]
+
+
+def test_a_run_reports_the_lost_final_observations_of_a_vector_environment(tmp_path):
+    with pytest.warns(PqlWarning, match="the simulator did not return the final observation"):
+        pql.train(
+            "algo=ppo", "scale=cpu", "budget.env_steps=400", "eval.final=false", f"run_dir={tmp_path}/run", quiet=True,
+            env=Many(4, AutoresetMode.SAME_STEP, final=False),
+        )  # fmt: skip
+
+
+def test_an_unsupported_autoreset_mode_is_named():
     with pytest.raises(ConfigError, match=r"^env=Many: .*not DISABLED"):
         adapted(Many(2, AutoresetMode.DISABLED))
 
@@ -331,6 +349,122 @@ def test_gymnasiums_own_vector_classes_keep_partial_resets_as_objects():
     env.reset(1)
     env.step(torch.zeros(3, 2))
     assert env.reset_where(torch.tensor([True, False, True]))["policy"][:, 2].tolist() == [0, 1, 0]
+
+
+# -- first answers that break the specification ------------------------------------------------------------------------
+
+
+def plain(**changes):
+    """Answers of three rows, with changes; ``drop``: elements left out at the end."""
+    obs, rows, none = np.zeros((3, 2), np.float32), np.zeros(3), np.zeros(3, bool)
+    return {
+        "first": obs,
+        "obs": obs,
+        "reward": rows,
+        "terminated": none,
+        "truncated": none,
+        "drop": 0,
+    } | changes
+
+
+class Wrong(gymnasium.vector.VectorEnv):
+    """Answers with the arrays of ``plain``."""
+
+    single_observation_space = observation_space = spaces.Box(-1, 1, (2,))
+    single_action_space = action_space = spaces.Box(-1, 1, (1,))
+
+    def __init__(self, num_envs, **changes):
+        self.num_envs, self.answer = num_envs, plain(**changes)
+        self.metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
+
+    def reset(self, *, seed=None, options=None):
+        return self.answer["first"], {}
+
+    def step(self, action):
+        given = (*(self.answer[k] for k in ("obs", "reward", "terminated", "truncated")), {})
+        return given[: 5 - self.answer["drop"]]
+
+
+class WrongOne(gymnasium.Env):
+    observation_space, action_space = spaces.Box(-1, 1, (2,)), spaces.Box(-1, 1, (1,))
+
+    def __init__(self, **changes):
+        one = {"first": np.zeros(2, np.float32), "obs": np.zeros(2, np.float32)}
+        self.answer = one | {"reward": 0.0, "terminated": False, "truncated": False, "drop": 0} | changes
+
+    reset, step = Wrong.reset, Wrong.step
+
+
+gymnasium.register("PqlWrong-v0", WrongOne, vector_entry_point=Wrong, disable_env_checker=True, max_episode_steps=9)
+gymnasium.register("PqlWrongSeen-v0", WrongOne, max_episode_steps=9)  # by gymnasium's own checker
+
+OWN, SHAPE = "vector_entry_point", "what its spec says, but {} has shape {}, expected {}"
+WRONG = [
+    (OWN, {"reward": np.zeros((3, 1))}, "step", SHAPE.format("reward", [3, 1], [3])),
+    (OWN, {"reward": 1.0}, "step", SHAPE.format("reward", [], [3])),
+    (OWN, {"terminated": np.zeros((3, 1), bool)}, "step", SHAPE.format("terminated", [3, 1], [3])),
+    (OWN, {"terminated": False}, "step", SHAPE.format("terminated", [], [3])),
+    (OWN, {"truncated": [False]}, "step", SHAPE.format("truncated", [1], [3])),
+    (OWN, {"obs": np.zeros((3, 4))}, "step", SHAPE.format("obs[policy]", [3, 4], [3, 2])),
+    (OWN, {"obs": np.zeros(2)}, "step", SHAPE.format("obs[policy]", [2], [3, 2])),
+    (OWN, {"obs": np.zeros((1, 2))}, "step", SHAPE.format("obs[policy]", [1, 2], [3, 2])),
+    (OWN, {"first": np.zeros((1, 2))}, "reset", SHAPE.format("obs[policy]", [1, 2], [3, 2])),
+    (
+        OWN,
+        {"obs": {"a": np.zeros((3, 2))}},
+        "step",
+        "what its spec says, but obs has groups ['a'], expected",
+    ),
+    (OWN, {"drop": 1}, "step", "(obs, reward, terminated, truncated, info), not a tuple of 4"),
+    ("sync", {"reward": [0.0]}, "step", SHAPE.format("reward", [1], [])),
+    ("async", {"reward": [0.0]}, "step", SHAPE.format("reward", [1], [])),
+    ("sync", {"terminated": np.zeros(1, bool)}, "step", SHAPE.format("terminated", [1], [])),
+    ("sync", {"first": np.zeros(1)}, "reset", SHAPE.format("obs[policy]", [1], [2])),
+    ("sync", {"obs": np.zeros(4)}, "step", SHAPE.format("obs[policy]", [4], [2])),
+    ("sync", {"drop": 1}, "step", "(obs, reward, terminated, truncated, info), but: ValueError: not enough values"),
+]
+
+
+@pytest.mark.parametrize("make", [GymnasiumVec, GymnasiumSim])
+@pytest.mark.parametrize(("vectorization", "changes", "method", "wanted"), WRONG)
+def test_a_first_answer_of_another_shape_is_named(make, vectorization, changes, method, wanted):
+    env = make(3, id="PqlWrong-v0", vectorization=vectorization, kwargs=changes)
+    action = torch.zeros(3, 1) if make is GymnasiumVec else np.zeros((3, 1), np.float32)
+    if method == "step":
+        env.reset(0)
+    with pytest.raises(ConfigError) as seen:
+        env.reset(0) if method == "reset" else env.step(action)
+    assert str(seen.value).startswith(f"task=PqlWrong-v0: expected {method}() to return {wanted}")
+    assert str(seen.value).endswith(": pql doctor --env NAME tests it")
+    env.close()
+
+
+def test_a_first_answer_that_gymnasiums_checker_refuses_is_named():
+    env = GymnasiumVec(2, id="PqlWrongSeen-v0", kwargs={"drop": 2}, autoreset="same_step")
+    env.reset(0)
+    with pytest.raises(ConfigError, match=r"^task=PqlWrongSeen-v0: expected step\(\) to return \(obs, reward, .*but: "):
+        env.step(torch.zeros(2, 1))
+
+
+def test_faults_of_an_environments_own_code_are_left_as_they_are():
+    def step(self, action):
+        return (*(value for value, _ in [(1,)]), action)
+
+    env = GymnasiumVec(2, id="PqlWrong-v0")
+    env.reset(0)
+    for copy in env._envs.envs:
+        copy.unwrapped.step = step.__get__(copy.unwrapped)
+    with pytest.raises(ValueError, match="unpack"):
+        env.step(torch.zeros(2, 1))
+
+
+def test_only_the_first_answers_are_checked():
+    env = GymnasiumVec(2, id="PqlWrong-v0")
+    env.reset(0)
+    env.step(torch.zeros(2, 1))
+    copy = env._envs.envs[0]
+    assert copy.step == copy.env.step
+    assert copy.reset == copy.env.reset
 
 
 # -- wrappers ---------------------------------------------------------------------------------------------------------
@@ -454,6 +588,10 @@ REFUSED = [
     (many(kwargs={"colour": "red"}), r"^kwargs=.*colour"),
     ({"wrappers": ["FlatenObservation"]}, r"^wrappers=FlatenObservation: .*did you mean FlattenObservation\?"),
     ({"wrappers": ["RecordVideo"]}, r"^wrappers=RecordVideo: expected module:attribute, or one of "),
+    ({"wrappers": ["NormalizeObservation"]}, r"^wrappers=NormalizeObservation: .*: algo.normalize_obs=true does this$"),
+    (many(wrappers=[{"name": "NormalizeReward"}]), r"^wrappers=NormalizeReward: .*: algo.normalize_reward=true d"),
+    ({"wrappers": ["gymnasium.wrappers:NormalizeReward"]}, r"^wrappers=gym.*:NormalizeReward: .*normalize_reward"),
+    (many(num_envs=8, kwargs={"copies": 6}), r"^num_envs=8: expected 6: PqlMany-v0 makes 6 environments$"),
     ({"wrappers": ["no_such_module:Wrap"]}, r"^wrappers=no_such_module:Wrap: .*No module named"),
     ({"wrappers": "FlattenObservation"}, r"^wrappers=FlattenObservation: expected a list of names"),
     ({"wrappers": [{"stack_size": 4}]}, r"^wrappers=.*stack_size.*: expected a list of names, or of mappings"),

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pql.contract.env import EnvSpec, ObsSpec
 from pql.contract.registry import takes
+from pql.envs.adapters.gymnasium_check import CheckFirst, FirstAnswers
 from pql.envs.adapters.gymnasium_host import (
     OWN,
     Facts,
@@ -26,7 +27,6 @@ from pql.envs.adapters.gymnasium_host import (
     groups_of,
     make_vector,
     obs_parts,
-    reset_copies,
     resets_copies,
     simulator_action,
 )
@@ -62,7 +62,7 @@ class GymnasiumVec:
             facts = facts_of_copies(settings, "next_step")
             spec_of(facts, num_envs, device)  # refuses a space before there are processes
             # A forked child would inherit a CUDA context that it cannot use.
-            envs = make_vector(settings, num_envs, facts.autoreset, spawn=device.type == "cuda")
+            envs = make_vector(settings, num_envs, facts.autoreset, [CheckFirst], spawn=device.type == "cuda")
         self._hold(envs, facts, device)
 
     @classmethod
@@ -78,11 +78,11 @@ class GymnasiumVec:
 
     def _hold(self, envs: VectorEnv, facts: Facts, device: torch.device) -> None:
         self._envs, self.spec = envs, spec_of(facts, envs.num_envs, device)
+        self._answers = FirstAnswers(envs, facts.name, obs_parts(facts.obs))
         self._next, self._space = facts.autoreset == "next_step", facts.action
         self._obs, self._final = ({k: self._stage(v.shape, v.dtype) for k, v in self.spec.obs.items()} for _ in "of")
         self._reward = self._stage((), torch.float32)
-        self._flags = Stage((4, envs.num_envs), torch.bool, device)
-        self._true = torch.ones(envs.num_envs, dtype=torch.bool, device=device)
+        self._flags = Stage((5, envs.num_envs), torch.bool, device)
         self._ended = np.zeros(envs.num_envs, dtype=bool)
         self._sent = torch.cuda.Event() if device.type == "cuda" else None
         if resets_copies(envs):
@@ -105,7 +105,7 @@ class GymnasiumVec:
 
     def reset(self, seed: int | None = None) -> Obs:
         self._wait()
-        obs = reset_copies(self._envs, seed)
+        obs = self._answers.reset(seed)
         self._ended[:] = False
         return self._send(self._fill(self._obs, obs))
 
@@ -121,31 +121,34 @@ class GymnasiumVec:
 
     def step(self, action: Tensor) -> Step:
         given = simulator_action(self._space, action.detach().cpu().numpy())
-        obs, reward, terminated, truncated, info = self._envs.step(given)
+        obs, reward, terminated, truncated, info = self._answers.step(given)
         self._wait()
         terminated, truncated = np.asarray(terminated, bool), np.asarray(truncated, bool)
         raw = terminated | truncated
         filler = self._ended if self._next else np.zeros_like(raw)
-        self._flags.array[:] = (
+        self._flags.array[:4] = (
             terminated & ~filler,
             truncated & ~terminated & ~filler,
             filler if self._next else raw,
             ~filler,
         )
+        self._flags.array[4] = True
         self._reward.array[:] = reward
         stages = self._fill(self._obs, obs)
         ends = np.flatnonzero(raw) if not self._next else ()
         if len(ends):  # otherwise the final observation is the observation itself
             self._fill(self._final, obs)
             for i in ends:
-                for name, row in final_groups(info, int(i)).items():
+                final_row = final_groups(info, int(i))
+                self._flags.array[4, i] = final_row is not None
+                for name, row in (final_row or {}).items():
                     self._final[name].array[i] = row
         self._ended = raw
         flags = self._flags.send().unbind(0)
         reward_sent = self._reward.send()
         final = {name: stage.send() for name, stage in self._final.items()} if len(ends) else None
         sent = self._send(stages)
-        return Step(sent, reward_sent, flags[0], flags[1], flags[2], final or dict(sent), self._true, flags[3], {})
+        return Step(sent, reward_sent, flags[0], flags[1], flags[2], final or dict(sent), flags[4], flags[3], {})
 
     def render(self, index: int = 0, width: int | None = None, height: int | None = None) -> np.ndarray:
         """Render copy ``index``, uint8 [H, W, 3], in the environment's own size.

@@ -24,6 +24,8 @@ from pql.errors import ConfigError, RunError, first_line, nearest
 MODES = {"next_step": AutoresetMode.NEXT_STEP, "same_step": AutoresetMode.SAME_STEP}
 OWN = "vector_entry_point"  # the value of ``vectorization`` for a vector environment of the user
 NO_LEARNING = {"vector", "RecordVideo", "HumanRendering"}  # names in gymnasium.wrappers: pql records and shows episodes
+# Their running statistics are in no checkpoint, evaluation or export.
+STATISTICS = {"NormalizeObservation": "algo.normalize_obs", "NormalizeReward": "algo.normalize_reward"}
 WRAPPERS = "a list of names, or of mappings with name and keywords: [{name: FrameStackObservation, stack_size: 4}]"
 
 
@@ -103,11 +105,14 @@ def make_one(settings: GymnasiumSettings) -> gymnasium.Env:
     return env
 
 
-def make_vector(settings: GymnasiumSettings, num_envs: int, autoreset: str, spawn: bool = False) -> VectorEnv:
+def make_vector(
+    settings: GymnasiumSettings, num_envs: int, autoreset: str, outer: Sequence[Any] = (), spawn: bool = False
+) -> VectorEnv:
     """Make ``num_envs`` copies. Errors as for :func:`make_one`.
 
     Args:
         autoreset: a key of ``MODES``; not used with ``vector_entry_point``.
+        outer: wrappers of each copy around those of the settings; not used with ``vector_entry_point``.
         spawn: start the processes of ``async`` anew, instead of by a fork.
     """
     kwargs: dict[str, Any] = dict(settings.kwargs or {})
@@ -118,11 +123,15 @@ def make_vector(settings: GymnasiumSettings, num_envs: int, autoreset: str, spaw
             envs = gymnasium.make_vec(settings.id, num_envs, OWN, **kwargs)
         for wrap in _wrappers(settings, "gymnasium.wrappers.vector"):
             envs = wrap(envs)
+        if envs.num_envs != num_envs:
+            made = envs.num_envs
+            envs.close()
+            raise ConfigError("num_envs", num_envs, f"{made}: {settings.id} makes {made} environments")
         return envs
     vector: dict[str, Any] = {"autoreset_mode": MODES[autoreset], "copy": False}
     if settings.vectorization == "async" and spawn:
         vector["context"] = "spawn"
-    wrappers: list[Any] = _wrappers(settings, "gymnasium.wrappers")
+    wrappers: list[Any] = [*_wrappers(settings, "gymnasium.wrappers"), *outer]
     wrappers += [CopyObservation] if autoreset == "same_step" else []
     with _errors_of(settings):
         return gymnasium.make_vec(settings.id, num_envs, settings.vectorization, vector, wrappers, **kwargs)
@@ -176,15 +185,23 @@ def _wrappers(settings: GymnasiumSettings, module: str) -> list[Callable[[Any], 
         kwargs = {"name": entry} if isinstance(entry, str) else entry
         if not (isinstance(kwargs, Mapping) and isinstance(name := kwargs.get("name"), str)):
             raise ConfigError("wrappers", entry, WRAPPERS)
+        _refuse_statistics(name)
         wrapper = import_name("wrappers", name) if ":" in name else _gymnasiums_wrapper(name, module)
         found.append(partial(_wrap, wrapper, name, {k: v for k, v in kwargs.items() if k != "name"}))
     return found
 
 
+def _refuse_statistics(name: str) -> None:
+    module, _, wrapper = name.rpartition(":")
+    if wrapper in STATISTICS and module.partition(".")[0] in ("", "gymnasium"):
+        wanted = f"no running statistics, which neither checkpoints nor evaluations would have: {STATISTICS[wrapper]}"
+        raise ConfigError("wrappers", name, f"{wanted}=true does this")
+
+
 def _gymnasiums_wrapper(name: str, module: str) -> Any:
     try:
         found = importlib.import_module(module)  # only now: that of vector environments needs a package more
-        known = [n for n in found.__all__ if n not in NO_LEARNING]
+        known = [n for n in found.__all__ if n not in NO_LEARNING and n not in STATISTICS]
         if name in known:
             return getattr(found, name)
     except ImportError as error:
@@ -267,15 +284,15 @@ def resets_copies(envs: VectorEnv) -> bool:
 
 
 def reset_copies(envs: VectorEnv, seed: int | None) -> Any:
-    """Restart all copies; return the first observations [N, ...].
+    """Restart all copies; return the first observations [N, ...] and the infos.
 
     Each copy has an element of numpy's ``SeedSequence``: with ``seed + i``, neighbouring seeds would share all copies
     but one.
     """
     if seed is None:
-        return envs.reset()[0]
+        return envs.reset()
     seeds = copy_seeds(seed, envs.num_envs)
-    return envs.reset(seed=seeds if resets_copies(envs) else seeds[0])[0]  # type: ignore[arg-type]
+    return envs.reset(seed=seeds if resets_copies(envs) else seeds[0])  # type: ignore[arg-type]
 
 
 def copy_seeds(seed: int, count: int) -> list[int]:
@@ -291,17 +308,14 @@ def groups_of(obs: Any) -> dict[str, Any]:
     return dict(obs) if isinstance(obs, Mapping) else {"policy": obs}
 
 
-def final_groups(info: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """Return the final observation of copy ``index`` under same-step autoreset, by group.
-
-    Raises:
-        ConfigError: the environment's ``infos`` have none.
-    """
-    final = info.get("final_obs")
-    if final is None:
-        wanted = "infos['final_obs'] where an episode ended, as gymnasium has it under same-step autoreset"
-        raise ConfigError("autoreset", "same_step", wanted)
-    return {k: v[index] for k, v in final.items()} if isinstance(final, Mapping) else groups_of(final[index])
+def final_groups(info: Mapping[str, Any], index: int) -> dict[str, Any] | None:
+    """Return the final observation of copy ``index`` under same-step autoreset, by group; None: ``info`` has none."""
+    final, there = info.get("final_obs"), info.get("_final_obs")
+    if final is None or not (there is None or there[index]):
+        return None
+    if isinstance(final, Mapping):
+        return {k: v[index] for k, v in final.items()}
+    return None if final[index] is None else groups_of(final[index])
 
 
 def obs_parts(space: spaces.Space) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from pql.contract.plain import EnvSpec, ObsSpec, Step
 from pql.contract.registry import takes
+from pql.envs.adapters.gymnasium_check import CheckFirst, FirstAnswers
 from pql.envs.adapters.gymnasium_host import (
     OWN,
     GymnasiumSettings,
@@ -21,7 +22,6 @@ from pql.envs.adapters.gymnasium_host import (
     groups_of,
     make_vector,
     obs_parts,
-    reset_copies,
     simulator_action,
 )
 
@@ -45,7 +45,7 @@ class GymnasiumSim:
             facts = facts_of_vector(self.envs, "vectorization", settings.id, settings.autoreset, settings.deterministic)
         else:
             facts = facts_of_copies(settings, "same_step")
-            self.envs = make_vector(settings, num_envs, facts.autoreset)
+            self.envs = make_vector(settings, num_envs, facts.autoreset, [CheckFirst])
         self.space = facts.action
         self.spec = EnvSpec(
             name=facts.name,
@@ -59,25 +59,28 @@ class GymnasiumSim:
             info=facts.info,
             deterministic=facts.deterministic,
         )
+        self.answers = FirstAnswers(self.envs, facts.name, obs_parts(facts.obs))
         self.next = facts.autoreset == "next_step"
         self.ended = np.zeros(num_envs, dtype=bool)
 
     def reset(self, seed: int | None = None) -> dict[str, np.ndarray]:
         self.ended[:] = False
-        return groups_of(reset_copies(self.envs, seed))
+        return groups_of(self.answers.reset(seed))
 
     def step(self, action: np.ndarray) -> Step:
-        obs, reward, terminated, truncated, info = self.envs.step(simulator_action(self.space, action))
+        obs, reward, terminated, truncated, info = self.answers.step(simulator_action(self.space, action))
         terminated, truncated = np.asarray(terminated, bool), np.asarray(truncated, bool)
         over = terminated | truncated
         filler = self.ended if self.next else np.zeros_like(over)
         self.ended = over
         seen = groups_of(obs)
-        final = seen
+        final, final_ok = seen, np.ones_like(over)
         if not self.next and over.any():
             final = {k: v.copy() for k, v in seen.items()}
             for i in np.flatnonzero(over):
-                for k, row in final_groups(info, int(i)).items():
+                final_row = final_groups(info, int(i))
+                final_ok[i] = final_row is not None
+                for k, row in (final_row or {}).items():
                     final[k][i] = row
         return Step(
             obs=seen,
@@ -86,7 +89,7 @@ class GymnasiumSim:
             truncated=truncated & ~terminated & ~filler,
             first=filler if self.next else over,
             final_obs=final,
-            final_ok=np.ones_like(over),
+            final_ok=final_ok,
             valid=~filler,
             log={},
         )
