@@ -393,10 +393,14 @@ def test_importance_weights_are_those_of_the_paper_over_the_batchs_largest():
 
 def test_an_empty_tree_gives_rows_that_count_for_nothing():
     history = History()
-    history.open()
-    batch = history.ranked.sample(history.cursor, 8, history.gen)
-    assert not batch.mask.any()
-    assert not batch.weight.any()
+    for rows in (0, 2):  # the second time there are rows, but none is complete
+        history.write(rows)
+        history.open()
+        assert history.leaves() == {}
+        batch = history.ranked.sample(history.cursor, 8, history.gen)
+        assert not batch.mask.any()
+        assert not batch.followed.any()
+        assert not batch.weight.any()
 
 
 def test_beta_rises_to_one_over_env_steps_and_stays():

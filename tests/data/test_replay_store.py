@@ -246,6 +246,20 @@ def test_what_was_written_for_an_answer_yet_to_come_is_kept():
     assert torch.equal(copied(ring.replay).obs["policy"], ring.replay.obs["policy"])
 
 
+def test_an_answer_yet_to_come_takes_one_row_whatever_the_last_one_said():
+    """The guard band has no room for the filler row of an end that did not happen again."""
+    ring = Recorded(2, 12, 1)
+    for _ in range(3):
+        ring.insert(["step"] * 2)
+    before = ring.replay.obs["policy"].clone()
+    action, step = stack([sim.event("truncate", 5.0) for sim in ring.sims])
+    ring.replay.insert(action, step, None, torch.tensor([False, True]))
+    assert ring.replay.live.head.tolist() == [3, 5]
+    changed = (ring.replay.obs["policy"] != before).any(1).view(12, 2)
+    assert changed[:, 0].nonzero().flatten().tolist() == [4]
+    assert changed[:, 1].nonzero().flatten().tolist() == [4, 5]
+
+
 @pytest.mark.parametrize("behind", [False, True])
 @pytest.mark.fault(15)
 def test_a_ring_of_an_older_release_is_taken(behind):

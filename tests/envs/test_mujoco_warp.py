@@ -291,7 +291,7 @@ def test_what_is_prepared_is_not_captured_again(monkeypatch: pytest.MonkeyPatch)
 
 
 def loads_of(monkeypatch: pytest.MonkeyPatch) -> dict[Any, None]:
-    """What Warp loads from now on, in order."""
+    """Modules that Warp loads from now on, in order."""
     found: dict[Any, None] = {}
     load: Any = wp.Module.load
 

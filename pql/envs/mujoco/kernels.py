@@ -97,14 +97,14 @@ class Kernels:
 
     def load(self, launches: Sequence[Callable[[], None]], device: Any) -> None:
         """Compile, or read, what ``launches`` need on ``device``; warn once that it takes minutes."""
-        wanted, began, told = variants(launches), time.monotonic(), False
+        wanted, began, warned = variants(launches), time.monotonic(), False
         for first in range(0, len(wanted), AT_ONCE):
             self.text = f"module {first + 1} of {len(wanted)} of MuJoCo Warp's kernels"
             some = wanted[first : first + AT_ONCE]
             for block in dict.fromkeys(block for _, block in some):
                 wp.force_load(device, [m for m, b in some if b == block], block_dim=block, max_workers=AT_ONCE)
-            if not told and time.monotonic() - began > SLOW and first + AT_ONCE < len(wanted):
-                told = True
+            if not warned and time.monotonic() - began > SLOW and first + AT_ONCE < len(wanted):
+                warned = True
                 warnings.warn(slow_text(len(wanted)), PqlWarning, stacklevel=2)
         self.text = ""
 
