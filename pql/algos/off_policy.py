@@ -32,7 +32,7 @@ from pql.collect.exploration import Exploration
 from pql.config import Config
 from pql.config.algorithms import ActorCriticConfig
 from pql.config.families import own
-from pql.config.groups import ClimbingPolicyConfig, CriticConfig
+from pql.config.networks import ClimbingPolicyConfig, CriticConfig
 from pql.contract.env import Box, EnvSpec
 from pql.data.augment import Augment
 from pql.data.normalize import Normalizer

@@ -17,7 +17,7 @@ from pql.config import AlgoConfig, Config, families
 from pql.config import layers as presets
 from pql.config.algorithms import RECORDS, ActorCriticConfig, ReplayAlgoConfig
 from pql.config.families import own
-from pql.config.groups import TrainedNetConfig
+from pql.config.networks import TrainedNetConfig
 from pql.contract.env import Box, Discrete, EnvSpec, MultiDiscrete, ObsSpec, VecEnv
 from pql.contract.plugins import entry_points
 from pql.contract.registry import import_name

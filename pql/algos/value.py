@@ -33,7 +33,8 @@ from pql.collect.epsilon import STORED, Epsilon
 from pql.config import Config, DqnConfig
 from pql.config.algorithms import DuelingConfig
 from pql.config.families import own
-from pql.config.groups import DistributionalNetConfig, PriorityConfig, TrainedNetConfig
+from pql.config.groups import PriorityConfig
+from pql.config.networks import CategoricalConfig, TrainedNetConfig
 from pql.contract.env import Discrete, EnvSpec
 from pql.data.normalize import Normalizer
 from pql.data.priority import Prioritized, PriorityRule, Ranked
@@ -288,7 +289,7 @@ def make_q_network(config: Config, spec: EnvSpec) -> QNetwork:
     algo, net = config.algo, critic_of(config)
     source = make_value_input(config, spec)
     atoms = None
-    if isinstance(net, DistributionalNetConfig) and net.atoms is not None:
+    if isinstance(net, CategoricalConfig) and net.atoms is not None:
         atoms = torch.linspace(net.v_min, net.v_max, net.atoms)
     layers, actions = make_layers(net), cast(Discrete, spec.action).n
     if not isinstance(algo, DqnConfig):

@@ -21,7 +21,7 @@ from oracles import (
 from pql.algos import dqn
 from pql.algos.value import ValueState
 from pql.config import DqnConfig, MunchausenConfig
-from pql.config.groups import QuantileNetConfig
+from pql.config.networks import QuantileNetConfig
 from pql.engine.optim import AdamW, Clock
 from pql.nets.mlp import Flat, Layers, NetInput
 from pql.nets.q import QNetwork, QuantileNetwork, redraw_noise

@@ -21,7 +21,7 @@ from pql.algos.pqn import PqnState, rollout_values
 from pql.cli.main import main
 from pql.config import PqnConfig
 from pql.config.compose import compose
-from pql.config.groups import TrainedNetConfig
+from pql.config.networks import TrainedNetConfig
 from pql.contract.env import Discrete, EnvSpec
 from pql.data.normalize import Normalizer
 from pql.data.rollout import PolicyOutput, Progress, Rollout
