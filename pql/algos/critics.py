@@ -6,20 +6,22 @@ Sources: Bellemare et al. 2017 (C51), Fujimoto et al. 2018 (clipped double Q), C
 
 import copy
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Generator, Tensor
 
-from pql.algos.off_policy import make_adam, make_atoms
 from pql.config import Config
 from pql.config.algorithms import ActorCriticConfig
 from pql.config.families import own
-from pql.engine.optim import AdamW, Clock, follow, polyak
+from pql.config.networks import ClimbingPolicyConfig, CriticConfig
+from pql.engine.flat import Flat
+from pql.engine.optim import AdamW, Clock, follow, make_adamw, make_lr_schedule, polyak
 from pql.engine.worker import State
 from pql.nets.distributions import hl_gauss, lower_mean, project
-from pql.nets.layers import batch_norms, batch_statistics
-from pql.nets.mlp import Critic, Flat
+from pql.nets.layers import batch_norms, batch_statistics, project_weights
+from pql.nets.mlp import Critic
 from pql.types import Batch, Metrics
 
 
@@ -184,3 +186,22 @@ def value_state(kind: type[CriticStates], config: Config, critic: Critic, device
         joint=bool(batch_norms(critic)),
         hl_sigma=net.sigma if net.atoms is not None and net.loss == "hl_gauss" else None,
     )
+
+
+def make_adam(config: Config, flat: Flat, net: CriticConfig | ClimbingPolicyConfig, per_update: float = 1.0) -> AdamW:
+    """Create the optimiser of a network, with the algorithm's learning-rate schedule.
+
+    Args:
+        per_update: its steps per critic update.
+    """
+    optimizer, algo = make_adamw(flat, net), own(config, ActorCriticConfig)
+    optimizer.schedule = make_lr_schedule(algo, algo.clocked(per_update))
+    if net.net is None and net.projected != "none":
+        optimizer.project = partial(project_weights, cast(Any, flat.module).net, net.projected)
+    return optimizer
+
+
+def make_atoms(config: Config, device: torch.device) -> Tensor | None:
+    """Return the categorical critic's support [Z], or None for a scalar critic."""
+    net = own(config, ActorCriticConfig).critic
+    return None if net.atoms is None else torch.linspace(net.v_min, net.v_max, net.atoms, device=device)

@@ -10,26 +10,18 @@ from typing import Any, cast
 import torch
 from torch import Generator, Tensor, nn
 
-from pql.algos.critics import CriticState, critic_step, loss_share, value_state
-from pql.algos.off_policy import (
-    AveragedState,
-    OffPolicy,
-    Tensors,
-    Trainer,
-    make_adam,
-    make_atoms,
-    make_deterministic_policy,
-    make_follower,
-)
+from pql.algos.critics import CriticState, critic_step, loss_share, make_adam, make_atoms, value_state
+from pql.algos.off_policy import AveragedState, OffPolicy, Tensors, Trainer, make_deterministic_policy, make_follower
 from pql.collect.actors import Noise
 from pql.config import Config, DdpgConfig
 from pql.config.families import own
 from pql.contract.env import EnvSpec
+from pql.engine.flat import Flat
 from pql.engine.optim import AdamW, polyak
 from pql.errors import ConfigError
 from pql.nets.encoders import Outputs, read_specs, squashes
 from pql.nets.layers import batch_statistics
-from pql.nets.mlp import Critic, DeterministicPolicy, Flat
+from pql.nets.mlp import Critic, DeterministicPolicy
 from pql.types import Batch, Metrics, Obs, ObsBatch
 
 

@@ -12,32 +12,20 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Generator, Tensor, nn
 
-from pql.algos.registry import (
-    Family,
-    Role,
-    Setup,
-    Wiring,
-    check_continuous,
-    check_obs,
-    make_adamw,
-    make_lr_schedule,
-    make_normalizer,
-    make_ring,
-    ring_rows,
-    stored_obs,
-)
+from pql.algos.builders import check_continuous, check_obs, make_normalizer, make_ring, ring_rows, stored_obs
+from pql.algos.registry import Family, Role, Setup, Wiring
 from pql.collect.actors import ActFunction, NoisyActor
 from pql.collect.collector import Collector
 from pql.collect.exploration import Exploration
 from pql.config import Config
 from pql.config.algorithms import ActorCriticConfig
 from pql.config.families import own
-from pql.config.networks import ClimbingPolicyConfig, CriticConfig
 from pql.contract.env import Box, EnvSpec
 from pql.data.augment import Augment
 from pql.data.normalize import Normalizer
 from pql.data.replay import Cursor, Replay
-from pql.engine.optim import AdamW, polyak
+from pql.engine.flat import Flat
+from pql.engine.optim import polyak
 from pql.engine.schedule import Counts, tick_counts
 from pql.engine.worker import Learner, State
 from pql.errors import ConfigError
@@ -53,8 +41,7 @@ from pql.nets.encoders import (
     make_input,
     make_layers,
 )
-from pql.nets.layers import project_weights
-from pql.nets.mlp import Critic, Flat, Reads, seeded
+from pql.nets.mlp import Critic, Reads, seeded
 from pql.types import Batch, Metrics, Obs, ObsBatch, split
 
 Update = Callable[[Any, Any, Any, Generator], Metrics]
@@ -280,25 +267,6 @@ def private(net: Net, algo: ActorCriticConfig, device: torch.device) -> Net:
 
 
 # -- networks and actor -----------------------------------------------------------------------------------------------
-
-
-def make_adam(config: Config, flat: Flat, net: CriticConfig | ClimbingPolicyConfig, per_update: float = 1.0) -> AdamW:
-    """Create the optimiser of a network, with the algorithm's learning-rate schedule.
-
-    Args:
-        per_update: its steps per critic update.
-    """
-    optimizer, algo = make_adamw(flat, net), own(config, ActorCriticConfig)
-    optimizer.schedule = make_lr_schedule(algo, algo.clocked(per_update))
-    if net.net is None and net.projected != "none":
-        optimizer.project = partial(project_weights, cast(Any, flat.module).net, net.projected)
-    return optimizer
-
-
-def make_atoms(config: Config, device: torch.device) -> Tensor | None:
-    """Return the categorical critic's support [Z], or None for a scalar critic."""
-    net = own(config, ActorCriticConfig).critic
-    return None if net.atoms is None else torch.linspace(net.v_min, net.v_max, net.atoms, device=device)
 
 
 def make_deterministic_policy(config: Config, spec: EnvSpec, kind: Callable[..., Reads], probe: Probe) -> nn.Module:

@@ -12,7 +12,8 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Generator, Tensor
 
-from pql.algos.registry import Family, Role, Setup, Wiring, check_obs, make_adamw, make_normalizer
+from pql.algos.builders import check_obs, make_normalizer
+from pql.algos.registry import Family, Role, Setup, Wiring
 from pql.collect.actors import StochasticActor
 from pql.collect.collector import Collector
 from pql.config import Config
@@ -22,7 +23,8 @@ from pql.contract.env import Box, Discrete, EnvSpec, MultiDiscrete
 from pql.data.normalize import Normalizer
 from pql.data.rollout import Rollout, Segment, View, rollout_bytes
 from pql.data.unrolls import FULL, Reader, Unrolls
-from pql.engine.optim import Optimizer, RMSProp, RMSPropTF
+from pql.engine.flat import Flat
+from pql.engine.optim import Optimizer, RMSProp, RMSPropTF, make_adamw
 from pql.engine.placement import available_bytes
 from pql.engine.schedule import Counts
 from pql.engine.worker import Learner, State
@@ -30,7 +32,7 @@ from pql.errors import ConfigError, gib
 from pql.nets.actor_critic import ActorCritic, Body, OwnBody, StateValue, StochasticPolicy
 from pql.nets.distributions import ActionDist, Categorical, DiagGaussian, MultiCategorical
 from pql.nets.encoders import custom_network, groups_of, make_input, make_layers, read_specs
-from pql.nets.mlp import Flat, seeded
+from pql.nets.mlp import seeded
 from pql.types import Metrics
 
 

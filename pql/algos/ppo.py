@@ -25,10 +25,10 @@ from pql.data.returns import ValuedRows, gae, vtrace
 from pql.data.rollout import Progress, Segment, by_parts, minibatches
 from pql.data.unrolls import Reader
 from pql.engine.collectives import ALONE, Group
+from pql.engine.flat import Flat
 from pql.engine.optim import Optimizer, annealed
 from pql.engine.worker import State
 from pql.nets.actor_critic import ActorCritic, cut
-from pql.nets.mlp import Flat
 from pql.types import Metrics, Obs
 
 LR_MIN, LR_MAX, LR_FACTOR = 1e-5, 1e-2, 1.5

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Generator, Tensor, nn
 
+from pql.algos.builders import make_normalizer
 from pql.algos.on_policy import check_room
-from pql.algos.registry import Family, Role, Setup, Wiring, make_adamw, make_normalizer
+from pql.algos.registry import Family, Role, Setup, Wiring
 from pql.algos.value import check_acting, make_q_network
 from pql.collect.actors import action_buffer
 from pql.collect.collector import Collector
@@ -24,11 +25,12 @@ from pql.config.families import own
 from pql.contract.env import Discrete, EnvSpec
 from pql.data.returns import lambda_returns, valued_rows
 from pql.data.rollout import PolicyOutput, Progress, Rollout, Segment, by_parts, minibatches
-from pql.engine.optim import AdamW, Optimizer, RAdam, annealed
+from pql.engine.flat import Flat
+from pql.engine.optim import AdamW, Optimizer, RAdam, annealed, make_adamw
 from pql.engine.schedule import Counts
 from pql.engine.worker import Learner, State
 from pql.nets.actor_critic import bfloat16
-from pql.nets.mlp import Flat, seeded
+from pql.nets.mlp import seeded
 from pql.nets.q import QNetwork
 from pql.types import Memory, Metrics, Obs
 

@@ -14,9 +14,10 @@ from typing import Any, cast
 import torch
 from torch import Generator, Tensor
 
+from pql.algos.builders import make_normalizer, make_ring, ring_rows
 from pql.algos.critics import loss_share
 from pql.algos.dqn import huber
-from pql.algos.registry import Family, Role, Setup, Wiring, make_normalizer, make_ring, ring_rows
+from pql.algos.registry import Family, Role, Setup, Wiring
 from pql.algos.value import (
     ValueState,
     acting,
@@ -40,12 +41,13 @@ from pql.data.frames import deepest
 from pql.data.normalize import Normalizer
 from pql.data.replay import Cursor
 from pql.data.sequences import RankedSequences, Sequence, Sequences, Span, States, mixed
+from pql.engine.flat import Flat
 from pql.engine.optim import Clock, follow
 from pql.engine.schedule import Counts
 from pql.engine.worker import Learner
 from pql.errors import ConfigError
 from pql.nets.encoders import make_layers
-from pql.nets.mlp import Flat, seeded
+from pql.nets.mlp import seeded
 from pql.nets.q import RecurrentQNetwork
 from pql.types import Metrics
 

@@ -15,8 +15,9 @@ from typing import NamedTuple, cast
 import torch
 from torch import Generator, Tensor, nn
 
+from pql.algos.builders import check_continuous, check_obs, make_normalizer
 from pql.algos.on_policy import check_room
-from pql.algos.registry import Family, Role, Setup, Wiring, check_continuous, check_obs, make_adamw, make_normalizer
+from pql.algos.registry import Family, Role, Setup, Wiring
 from pql.collect.actors import StochasticActor
 from pql.collect.collector import Collector
 from pql.config import Config, ReppoConfig
@@ -24,14 +25,15 @@ from pql.config.families import own
 from pql.contract.env import Box, EnvSpec
 from pql.data.returns import lambda_returns, valued_rows
 from pql.data.rollout import Progress, Rollout, Segment, by_parts, minibatches
-from pql.engine.optim import AdamW, annealed
+from pql.engine.flat import Flat
+from pql.engine.optim import AdamW, annealed, make_adamw
 from pql.engine.schedule import Counts
 from pql.engine.worker import Learner, State
 from pql.nets.actor_critic import Body, OwnBody, StochasticPolicy, bfloat16
 from pql.nets.distributions import DiagGaussian, hl_gauss, squashed_gaussian
 from pql.nets.embedding import Embedder, EmbeddingCritic
 from pql.nets.encoders import Outputs, custom_network, make_input, make_layers, read_specs
-from pql.nets.mlp import Flat, seeded
+from pql.nets.mlp import seeded
 from pql.types import Metrics, Obs
 
 

@@ -13,31 +13,22 @@ from typing import Any, cast
 import torch
 from torch import Generator, Tensor, nn
 
-from pql.algos.critics import CriticState, critic_step, loss_share, value_state
+from pql.algos.critics import CriticState, critic_step, loss_share, make_adam, make_atoms, value_state
 from pql.algos.ddpg import PolicyInputs, ValueInputs, ensemble_value
-from pql.algos.off_policy import (
-    AveragedState,
-    OffPolicy,
-    Tensors,
-    Trainer,
-    check_off_policy,
-    make_adam,
-    make_atoms,
-    make_deterministic_policy,
-)
-from pql.algos.registry import make_lr_schedule
+from pql.algos.off_policy import AveragedState, OffPolicy, Tensors, Trainer, check_off_policy, make_deterministic_policy
 from pql.collect.actors import Noise
 from pql.config import Config, SacConfig
 from pql.config.families import own
 from pql.contract.env import Box, EnvSpec
-from pql.engine.optim import AdamW
+from pql.engine.flat import Flat
+from pql.engine.optim import AdamW, make_lr_schedule
 from pql.engine.schedule import Counts
 from pql.engine.worker import State
 from pql.errors import ConfigError
 from pql.nets.distributions import squashed_gaussian
 from pql.nets.encoders import Outputs
 from pql.nets.layers import batch_statistics
-from pql.nets.mlp import Critic, Flat, GaussianPolicy
+from pql.nets.mlp import Critic, GaussianPolicy
 from pql.types import Batch, Metrics, Obs, ObsBatch
 
 

@@ -15,18 +15,8 @@ from typing import Any, cast
 import torch
 from torch import Generator
 
-from pql.algos.registry import (
-    Family,
-    Role,
-    Setup,
-    Wiring,
-    advice,
-    make_adamw,
-    make_lr_schedule,
-    make_normalizer,
-    make_ring,
-    ring_rows,
-)
+from pql.algos.builders import advice, make_normalizer, make_ring, ring_rows
+from pql.algos.registry import Family, Role, Setup, Wiring
 from pql.collect.actors import EpsilonActor
 from pql.collect.collector import Collector
 from pql.collect.epsilon import STORED, Epsilon
@@ -39,13 +29,14 @@ from pql.contract.env import Discrete, EnvSpec
 from pql.data.normalize import Normalizer
 from pql.data.priority import Prioritized, PriorityRule, Ranked
 from pql.data.replay import Cursor, Replay
-from pql.engine.optim import Clock, Optimizer, RMSProp
+from pql.engine.flat import Flat
+from pql.engine.optim import Clock, Optimizer, RMSProp, make_adamw, make_lr_schedule
 from pql.engine.schedule import LONGEST_HORIZON, Counts
 from pql.engine.worker import Learner, State
 from pql.errors import ConfigError
 from pql.nets.actor_critic import OwnBody
 from pql.nets.encoders import custom_network, groups_of, make_input, make_layers, read_specs
-from pql.nets.mlp import Flat, NetInput, seeded
+from pql.nets.mlp import NetInput, seeded
 from pql.nets.q import QNetwork, QuantileNetwork
 from pql.types import Batch, Metrics, split
 

@@ -22,11 +22,11 @@ from pql.data.normalize import Moments
 from pql.data.replay import Cursor
 from pql.engine.collectives import ALONE, Group
 from pql.engine.deadlines import start_limit, step_limit
+from pql.engine.flat import Flat
 from pql.engine.schedule import Counts, Schedule
 from pql.engine.watchdog import touch, watching
 from pql.engine.worker import Learner, LearnerJob, MetricSum, WeightSlot, Worker
 from pql.errors import ConfigError
-from pql.nets.mlp import Flat
 
 
 @dataclass

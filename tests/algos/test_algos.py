@@ -16,6 +16,7 @@ from pql.algos import critics, ddpg, sac
 from pql.config import SacConfig
 from pql.config.compose import compose
 from pql.engine.executors import Inline
+from pql.engine.flat import Flat
 from pql.engine.optim import AdamW
 from pql.nets.mlp import (
     LOG_STD_MAX,
@@ -23,7 +24,6 @@ from pql.nets.mlp import (
     Critic,
     DeterministicPolicy,
     EnsembleLinear,
-    Flat,
     GaussianPolicy,
     Layers,
     NetInput,

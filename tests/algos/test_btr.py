@@ -12,8 +12,9 @@ from pql.algos.dqn import dqn_update
 from pql.algos.value import ValueState, make_optimizer, make_q_network
 from pql.config.compose import compose
 from pql.contract.env import Discrete, EnvSpec, ObsSpec
+from pql.engine.flat import Flat
 from pql.engine.optim import Clock
-from pql.nets.mlp import Flat, seeded
+from pql.nets.mlp import seeded
 from pql.types import Batch
 
 CPU = torch.device("cpu")

@@ -22,8 +22,9 @@ from pql.algos import dqn
 from pql.algos.value import ValueState
 from pql.config import DqnConfig, MunchausenConfig
 from pql.config.networks import QuantileNetConfig
+from pql.engine.flat import Flat
 from pql.engine.optim import AdamW, Clock
-from pql.nets.mlp import Flat, Layers, NetInput
+from pql.nets.mlp import Layers, NetInput
 from pql.nets.q import QNetwork, QuantileNetwork, redraw_noise
 from pql.types import Batch
 

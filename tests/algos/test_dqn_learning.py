@@ -15,9 +15,10 @@ from pql.config import DqnConfig
 from pql.config.compose import compose
 from pql.contract.registry import register
 from pql.engine.executors import Inline
+from pql.engine.flat import Flat
 from pql.engine.optim import AdamW, Clock
 from pql.envs.classic import TorchEnv, Transition
-from pql.nets.mlp import Flat, Layers, NetInput, seeded
+from pql.nets.mlp import Layers, NetInput, seeded
 from pql.nets.q import QuantileNetwork
 from pql.types import Batch
 

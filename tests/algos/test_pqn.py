@@ -26,9 +26,10 @@ from pql.contract.env import Discrete, EnvSpec
 from pql.data.normalize import Normalizer
 from pql.data.rollout import PolicyOutput, Progress, Rollout
 from pql.engine.executors import Inline
+from pql.engine.flat import Flat
 from pql.engine.optim import AdamW
 from pql.errors import ConfigError
-from pql.nets.mlp import Flat, Layers, NetInput
+from pql.nets.mlp import Layers, NetInput
 from pql.nets.q import QNetwork
 from pql.run.policy import load_policy
 from pql.run.store import checkpoint

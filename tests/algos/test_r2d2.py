@@ -21,9 +21,10 @@ from pql.algos.value import target_updates
 from pql.config import leaves
 from pql.config.compose import compose
 from pql.engine.executors import Inline, Threads
+from pql.engine.flat import Flat
 from pql.engine.world import World
 from pql.errors import ConfigError
-from pql.nets.mlp import Flat, Layers, NetInput
+from pql.nets.mlp import Layers, NetInput
 from pql.nets.q import RecurrentQNetwork
 from pql.run.build import build
 from pql.run.evaluation import run_episodes

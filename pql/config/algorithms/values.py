@@ -53,7 +53,7 @@ class DuelingConfig(ReplayAlgoConfig):
         "Run the learner's networks, but their last layers, in bfloat16 (autocast); collection uses float32.",
     )
     encoder: ValueEncoderConfig = group(ValueEncoderConfig, "Convolutional encoder of each image observation.")
-    critic: TrainedNetConfig = group(ValueNetConfig, "Q-network.", replaces=("policy",))
+    critic: TrainedNetConfig = group(TrainedNetConfig, "Q-network.", replaces=("policy",))
     epsilon: EpsilonConfig = group(EpsilonConfig, "Epsilon-greedy exploration.", replaces=("explore",))
     priority: PriorityConfig = group(PriorityConfig, "Prioritised replay.")
 
@@ -150,6 +150,7 @@ class R2d2Config(DuelingConfig):
         True, "Start sequences from the stored LSTM state of the collector; false: from zeros."
     )
     feedback: bool = setting(True, "Give the network the last action and reward as inputs, too.", weights="policy")
+    critic: ValueNetConfig = group(ValueNetConfig, "Q-network.", replaces=("policy",))
 
     @property
     def needs_last_action(self) -> bool:

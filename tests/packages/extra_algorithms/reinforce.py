@@ -17,8 +17,8 @@ from pql.config.algorithms import StochasticConfig
 from pql.config.fields import setting
 from pql.data.returns import lambda_returns, valued_rows
 from pql.data.rollout import Segment
+from pql.engine.flat import Flat
 from pql.engine.optim import Optimizer
-from pql.nets.mlp import Flat
 from pql.types import Metrics
 
 
