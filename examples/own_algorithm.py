@@ -17,7 +17,6 @@ from pql.algos import ddpg
 from pql.algos.critics import loss_share
 from pql.algos.off_policy import OffPolicy
 from pql.config import DdpgConfig
-from pql.config.families import own
 from pql.config.fields import setting
 
 
@@ -44,7 +43,7 @@ def policy_update(state, inputs, batch, gen, weight):
 
 def improve(config, policy, critic, size, device):
     trainer = ddpg.ddpg_policy_trainer(config, policy, critic, size, device)
-    trainer.update = partial(policy_update, weight=own(config, SmoothConfig).smoothness)
+    trainer.update = partial(policy_update, weight=config.algo.smoothness)
     return trainer
 
 

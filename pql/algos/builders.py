@@ -7,7 +7,6 @@ import torch
 from pql.algos.registry import Setup
 from pql.config import Config
 from pql.config.algorithms import ActorCriticConfig, ReplayAlgoConfig
-from pql.config.families import own
 from pql.contract.env import Box, Discrete, EnvSpec, MultiDiscrete, ObsSpec
 from pql.data.frames import deepest, stored_spec
 from pql.data.normalize import Normalizer
@@ -58,7 +57,7 @@ def check_obs(config: Config, spec: EnvSpec) -> None:
 
 
 def ring_rows(
-    config: Config,
+    config: Config[ReplayAlgoConfig],
     spec: EnvSpec,
     counts: Counts,
     device: torch.device,
@@ -75,7 +74,7 @@ def ring_rows(
     """
     replay, layout = config.replay, ring_layout(config, spec, 0, counts, extra)
     rows, horizon = preflight(layout, replay.capacity, available_bytes(device)), layout.horizon
-    guard, n = horizon + deepest(spec.obs.values()), own(config, ReplayAlgoConfig).n_step
+    guard, n = horizon + deepest(spec.obs.values()), config.algo.n_step
     tick = least_rows(horizon, n, guard) if prioritized else guard + n + 1
     warm_up = guard + config.algo.warmup_steps + 1
     if rows < max(tick, warm_up):

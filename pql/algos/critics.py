@@ -14,7 +14,6 @@ from torch import Generator, Tensor
 
 from pql.config import Config
 from pql.config.algorithms import ActorCriticConfig
-from pql.config.families import own
 from pql.config.networks import ClimbingPolicyConfig, CriticConfig
 from pql.engine.flat import Flat
 from pql.engine.optim import AdamW, Clock, follow, make_adamw, make_lr_schedule, polyak
@@ -165,13 +164,15 @@ def loss_share(mask: Tensor, weight: Tensor) -> Tensor:
     return mask * weight / mask.sum().clamp(min=1)
 
 
-def value_state(kind: type[CriticStates], config: Config, critic: Critic, device: torch.device) -> CriticStates:
+def value_state(
+    kind: type[CriticStates], config: Config[ActorCriticConfig], critic: Critic, device: torch.device
+) -> CriticStates:
     """Create critics, target and optimiser of an off-policy actor-critic algorithm.
 
     Args:
         kind: class of the state.
     """
-    algo = own(config, ActorCriticConfig)
+    algo = config.algo
     net, flat = algo.critic, Flat(critic, trained=True)
     return kind(
         critic=flat,
@@ -188,20 +189,22 @@ def value_state(kind: type[CriticStates], config: Config, critic: Critic, device
     )
 
 
-def make_adam(config: Config, flat: Flat, net: CriticConfig | ClimbingPolicyConfig, per_update: float = 1.0) -> AdamW:
+def make_adam(
+    config: Config[ActorCriticConfig], flat: Flat, net: CriticConfig | ClimbingPolicyConfig, per_update: float = 1.0
+) -> AdamW:
     """Create the optimiser of a network, with the algorithm's learning-rate schedule.
 
     Args:
         per_update: its steps per critic update.
     """
-    optimizer, algo = make_adamw(flat, net), own(config, ActorCriticConfig)
+    optimizer, algo = make_adamw(flat, net), config.algo
     optimizer.schedule = make_lr_schedule(algo, algo.clocked(per_update))
     if net.net is None and net.projected != "none":
         optimizer.project = partial(project_weights, cast(Any, flat.module).net, net.projected)
     return optimizer
 
 
-def make_atoms(config: Config, device: torch.device) -> Tensor | None:
+def make_atoms(config: Config[ActorCriticConfig], device: torch.device) -> Tensor | None:
     """Return the categorical critic's support [Z], or None for a scalar critic."""
-    net = own(config, ActorCriticConfig).critic
+    net = config.algo.critic
     return None if net.atoms is None else torch.linspace(net.v_min, net.v_max, net.atoms, device=device)

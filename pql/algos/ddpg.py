@@ -14,7 +14,6 @@ from pql.algos.critics import CriticState, critic_step, loss_share, make_adam, m
 from pql.algos.off_policy import AveragedState, OffPolicy, Tensors, Trainer, make_deterministic_policy, make_follower
 from pql.collect.actors import Noise
 from pql.config import Config, DdpgConfig
-from pql.config.families import own
 from pql.contract.env import EnvSpec
 from pql.engine.flat import Flat
 from pql.engine.optim import AdamW, polyak
@@ -96,11 +95,11 @@ def ensemble_value(inputs: PolicyInputs, obs: Obs, action: Tensor, reduce: str) 
 # -- wiring -----------------------------------------------------------------------------------------------------------
 
 
-def deterministic_policy(config: Config, spec: EnvSpec) -> nn.Module:
+def deterministic_policy(config: Config[DdpgConfig], spec: EnvSpec) -> nn.Module:
     """Create a tanh policy."""
     policy, net = (
         make_deterministic_policy(config, spec, DeterministicPolicy, probe_deterministic),
-        own(config, DdpgConfig).policy,
+        config.algo.policy,
     )
     if net.net is not None and net.saturation_penalty > 0 and not squashes(policy, read_specs(config, spec)):
         allowed = f"0, or a method before_tanh(obs) of algo.policy.net={net.net} whose tanh is forward(obs)"
@@ -119,9 +118,9 @@ def deterministic_action(policy: nn.Module, obs: Obs, noise: Noise) -> Tensor:
     return policy(obs)
 
 
-def ddpg_value_trainer(config: Config, critic: Critic, policy: nn.Module, device: torch.device) -> Trainer:
+def ddpg_value_trainer(config: Config[DdpgConfig], critic: Critic, policy: nn.Module, device: torch.device) -> Trainer:
     """Create the V-learner's state and update."""
-    algo, state = own(config, DdpgConfig), value_state(CriticState, config, critic, device)
+    algo, state = config.algo, value_state(CriticState, config, critic, device)
     state.smoothing, state.smoothing_clip = algo.smoothing, algo.smoothing_clip
     source = "target_policy" if algo.policy.target else "policy"
     pulls: Tensors = {source: Flat(policy).tensors()}
@@ -129,9 +128,11 @@ def ddpg_value_trainer(config: Config, critic: Critic, policy: nn.Module, device
     return Trainer(state, ddpg_value_update, ValueInputs(policy), pulls, owns)
 
 
-def ddpg_policy_trainer(config: Config, policy: nn.Module, critic: Critic, size: int, device: torch.device) -> Trainer:
+def ddpg_policy_trainer(
+    config: Config[DdpgConfig], policy: nn.Module, critic: Critic, size: int, device: torch.device
+) -> Trainer:
     """Create the P-learner's state and update."""
-    algo, flat = own(config, DdpgConfig), Flat(policy, trained=True)
+    algo, flat = config.algo, Flat(policy, trained=True)
     net, optimizer = algo.policy, make_adam(config, flat, algo.policy, algo.p_per_v)
     pulls: Tensors = {"critic": Flat(critic).tensors()}
     owns: Tensors = {"policy": flat.tensors()}

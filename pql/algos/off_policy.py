@@ -7,7 +7,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Generator, Tensor, nn
@@ -19,7 +19,6 @@ from pql.collect.collector import Collector
 from pql.collect.exploration import Exploration
 from pql.config import Config
 from pql.config.algorithms import ActorCriticConfig
-from pql.config.families import own
 from pql.contract.env import Box, EnvSpec
 from pql.data.augment import Augment
 from pql.data.normalize import Normalizer
@@ -45,6 +44,7 @@ from pql.nets.mlp import Critic, Reads, seeded
 from pql.types import Batch, Metrics, Obs, ObsBatch, split
 
 Update = Callable[[Any, Any, Any, Generator], Metrics]
+A = TypeVar("A", bound=ActorCriticConfig)
 Net = TypeVar("Net", bound=nn.Module)
 Tensors = dict[str, list[Tensor]]
 """Tensors by the slot that publishes or fills them."""
@@ -88,7 +88,7 @@ class AveragedState(State):
 
 
 @dataclass(frozen=True)
-class OffPolicy:
+class OffPolicy(Generic[A]):
     """The functions that define an off-policy actor-critic algorithm.
 
     Attributes:
@@ -99,24 +99,24 @@ class OffPolicy:
         improve: (config, policy, critic copy, action size, device) -> trainer of the policy.
     """
 
-    settings: type[ActorCriticConfig]
-    policy: Callable[[Config, EnvSpec], nn.Module]
+    settings: type[A]
+    policy: Callable[[Config[A], EnvSpec], nn.Module]
     act: ActFunction
-    value: Callable[[Config, Critic, nn.Module, torch.device], Trainer]
-    improve: Callable[[Config, nn.Module, Critic, int, torch.device], Trainer]
+    value: Callable[[Config[A], Critic, nn.Module, torch.device], Trainer]
+    improve: Callable[[Config[A], nn.Module, Critic, int, torch.device], Trainer]
 
-    def family(self) -> Family:
+    def family(self) -> Family[A]:
         """Return the entry for the algorithm registry."""
         return Family(self.settings, off_policy_counts, check_off_policy, partial(wire_off_policy, self), self.policy)
 
 
-def off_policy_counts(config: Config) -> Counts:
+def off_policy_counts(config: Config[ActorCriticConfig]) -> Counts:
     """Return the smallest tick with whole numbers of steps and updates."""
-    algo = own(config, ActorCriticConfig)
+    algo = config.algo
     return tick_counts(algo.v_per_step, algo.p_per_v)
 
 
-def check_off_policy(config: Config, spec: EnvSpec, counts: Counts, device: torch.device) -> int:
+def check_off_policy(config: Config[ActorCriticConfig], spec: EnvSpec, counts: Counts, device: torch.device) -> int:
     """Check a config against an environment spec. Returns the replay's rows T.
 
     Raises:
@@ -128,14 +128,14 @@ def check_off_policy(config: Config, spec: EnvSpec, counts: Counts, device: torc
     return ring_rows(config, spec, counts, device)
 
 
-def check_images(config: Config, spec: EnvSpec) -> None:
+def check_images(config: Config[ActorCriticConfig], spec: EnvSpec) -> None:
     """Check settings of images.
 
     Raises:
         ConfigError: policy and critic should share an encoder and read different images, or an augmentation does not
             fit the images.
     """
-    algo = own(config, ActorCriticConfig)
+    algo = config.algo
     images = {k: s for k, s in stored_obs(config, spec).items() if is_image(s)}
     if algo.policy.encoder == "critic":
         policy, critic = ({*groups_of(config, spec, which)} & {*images} for which in ("policy", "critic"))
@@ -153,7 +153,7 @@ def check_images(config: Config, spec: EnvSpec) -> None:
             raise ConfigError("algo.encoder.jitter", algo.encoder.jitter, f"0: {group!r} is {kind}, not bytes (uint8)")
 
 
-def wire_off_policy(kind: OffPolicy, setup: Setup) -> Wiring:
+def wire_off_policy(kind: OffPolicy[A], setup: Setup[A]) -> Wiring:
     """Create networks, replay and workers. A P-learner on another device has a replay of observations only."""
     config, spec, devices = setup.config, setup.spec, setup.devices
     nets = seeded(lambda: (kind.policy(config, spec), make_critic(config, spec)), setup.init_seed)
@@ -180,11 +180,11 @@ def wire_off_policy(kind: OffPolicy, setup: Setup) -> Wiring:
 
 
 def critic_role(
-    kind: OffPolicy, setup: Setup, policy: nn.Module, critic: Critic, norm: Normalizer, replay: Replay
+    kind: OffPolicy[A], setup: Setup[A], policy: nn.Module, critic: Critic, norm: Normalizer, replay: Replay
 ) -> Role:
     """Create the V-learner: critic, target, and private copies of policy, normaliser and cursor."""
     config, device = setup.config, replay.device
-    algo = own(config, ActorCriticConfig)
+    algo = config.algo
     trainer = kind.value(config, private(critic, algo, device), private(policy, algo, device), device)
     replay.constants(algo.n_step, algo.gamma)  # the copy to the device would stall the first tick
     draw = ValueDraw(algo, replay, Cursor(replay.num_envs, device), norm.copy_to(device), make_augment(setup))
@@ -193,11 +193,11 @@ def critic_role(
 
 
 def policy_role(
-    kind: OffPolicy, setup: Setup, policy: nn.Module, critic: Critic, norm: Normalizer, replay: Replay
+    kind: OffPolicy[A], setup: Setup[A], policy: nn.Module, critic: Critic, norm: Normalizer, replay: Replay
 ) -> Role:
     """Create the P-learner: policy, and private copies of critic, normaliser and cursor."""
     config, device, size = setup.config, replay.device, cast(Box, setup.spec.action).size
-    algo = own(config, ActorCriticConfig)
+    algo = config.algo
     policy, critic = private(policy, algo, device), private(critic, algo, device)
     lend_encoder(critic, policy)
     trainer = kind.improve(config, policy, critic, size, device)
@@ -251,9 +251,9 @@ class ValueDraw(PolicyDraw):
         ]
 
 
-def make_augment(setup: Setup) -> Augment:
+def make_augment(setup: Setup[ActorCriticConfig]) -> Augment:
     """Create the augmentation of all images of an environment."""
-    encoder = own(setup.config, ActorCriticConfig).encoder
+    encoder = setup.config.algo.encoder
     images = {k: channels_last(s.shape) for k, s in setup.spec.obs.items() if is_image(s)}
     return Augment(images, encoder.shift, encoder.jitter)
 
@@ -269,9 +269,11 @@ def private(net: Net, algo: ActorCriticConfig, device: torch.device) -> Net:
 # -- networks and actor -----------------------------------------------------------------------------------------------
 
 
-def make_deterministic_policy(config: Config, spec: EnvSpec, kind: Callable[..., Reads], probe: Probe) -> nn.Module:
+def make_deterministic_policy(
+    config: Config[ActorCriticConfig], spec: EnvSpec, kind: Callable[..., Reads], probe: Probe
+) -> nn.Module:
     """Create a ``kind`` network, or the custom ``algo.policy.net``, whose outputs are checked by ``probe``."""
-    net = own(config, ActorCriticConfig).policy
+    net = config.algo.policy
     if net.net is not None:
         return custom_network(config, spec, "policy", probe)
     policy = kind(make_input(config, spec, "policy"), cast(Box, spec.action).size, make_layers(net))
@@ -279,9 +281,9 @@ def make_deterministic_policy(config: Config, spec: EnvSpec, kind: Callable[...,
     return policy
 
 
-def make_critic(config: Config, spec: EnvSpec) -> Critic:
+def make_critic(config: Config[ActorCriticConfig], spec: EnvSpec) -> Critic:
     """Create the critic ensemble."""
-    net = own(config, ActorCriticConfig).critic
+    net = config.algo.critic
     if net.net is not None:
         return cast(Critic, custom_network(config, spec, "critic", partial(probe_critic, atoms=net.atoms)))
     size = cast(Box, spec.action).size
@@ -294,8 +296,10 @@ def probe_critic(network: nn.Module, obs: Obs, action: Tensor, atoms: int | None
     return [("forward(obs, action)", network(obs, action), shape)]
 
 
-def make_noisy_actor(kind: OffPolicy, config: Config, spec: EnvSpec, policy: nn.Module) -> NoisyActor:
+def make_noisy_actor(
+    kind: OffPolicy, config: Config[ActorCriticConfig], spec: EnvSpec, policy: nn.Module
+) -> NoisyActor:
     """Create the collector's actor: a copy of the policy with exploration noise."""
-    explore = own(config, ActorCriticConfig).explore
+    explore = config.algo.explore
     noise = Exploration(explore, spec.num_envs, cast(Box, spec.action).size, spec.device)
     return NoisyActor(copy.deepcopy(policy).to(spec.device), kind.act, noise, spec)

@@ -7,7 +7,7 @@ import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 from torch import Generator, Tensor
@@ -18,7 +18,6 @@ from pql.collect.actors import StochasticActor
 from pql.collect.collector import Collector
 from pql.config import Config
 from pql.config.algorithms import RolloutAlgoConfig, StochasticConfig
-from pql.config.families import own
 from pql.contract.env import Box, Discrete, EnvSpec, MultiDiscrete
 from pql.data.normalize import Normalizer
 from pql.data.rollout import Rollout, Segment, View, rollout_bytes
@@ -34,6 +33,8 @@ from pql.nets.distributions import ActionDist, Categorical, DiagGaussian, MultiC
 from pql.nets.encoders import custom_network, groups_of, make_input, make_layers, read_specs
 from pql.nets.mlp import seeded
 from pql.types import Metrics
+
+A = TypeVar("A", bound=StochasticConfig)
 
 
 class RolloutProgress(Protocol):
@@ -53,7 +54,7 @@ class RolloutState(Protocol):
 
 
 @dataclass(frozen=True)
-class OnPolicy:
+class OnPolicy(Generic[A]):
     """The functions that define an on-policy actor-critic algorithm.
 
     Attributes:
@@ -63,26 +64,26 @@ class OnPolicy:
         update: (state, settings, minibatch, gen) -> metrics.
     """
 
-    settings: type[StochasticConfig]
-    state: Callable[[Config, Flat, Optimizer, int], State]
+    settings: type[A]
+    state: Callable[[Config[A], Flat, Optimizer, int], State]
     draw: Callable[[Any, Any, Segment, Generator], Iterable[Any]]
     update: Callable[[Any, Any, Any, Generator], Metrics]
 
-    def family(self) -> Family:
+    def family(self) -> Family[A]:
         """Return the entry for the algorithm registry."""
         return Family(
             self.settings, on_policy_counts, check_on_policy, partial(wire_on_policy, self), make_stochastic_policy
         )
 
 
-def on_policy_counts(config: Config) -> Counts:
+def on_policy_counts(config: Config[RolloutAlgoConfig]) -> Counts:
     """Return counts for one rollout per tick and all its updates; when concurrent, they use the previous rollout."""
-    algo = own(config, RolloutAlgoConfig)
+    algo = config.algo
     updates = algo.passes * algo.minibatches
     return Counts(algo.horizon, {"learner": updates}, 1, algo.horizon if algo.schedule == "concurrent" else 0)
 
 
-def check_on_policy(config: Config, spec: EnvSpec, counts: Counts, device: torch.device) -> int:
+def check_on_policy(config: Config[StochasticConfig], spec: EnvSpec, counts: Counts, device: torch.device) -> int:
     """Check a config against an environment spec. Returns the rollout's rows T.
 
     Raises:
@@ -90,7 +91,7 @@ def check_on_policy(config: Config, spec: EnvSpec, counts: Counts, device: torch
             does not fit into memory.
     """
     check_obs(config, spec)
-    p = own(config, StochasticConfig)
+    p = config.algo
     if not isinstance(spec.action, Box) and p.squash:
         raise ConfigError("algo.squash", True, f"false: the actions of {spec.name} are discrete")
     if p.shared and groups_of(config, spec, "critic") != groups_of(config, spec, "policy"):
@@ -116,7 +117,7 @@ def check_room(
         )
 
 
-def wire_on_policy(kind: OnPolicy, setup: Setup) -> Wiring:
+def wire_on_policy(kind: OnPolicy[A], setup: Setup[A]) -> Wiring:
     """Create the rollout, its collector and its learner."""
     config, spec = setup.config, setup.spec
     net = seeded(partial(make_network, config, spec), setup.init_seed)
@@ -153,7 +154,7 @@ class Source:
     reader: Reader | None = None
 
 
-def make_source(setup: Setup, norm: Normalizer, net: ActorCritic) -> Source:
+def make_source(setup: Setup[StochasticConfig], norm: Normalizer, net: ActorCritic) -> Source:
     """Create a rollout (two halves if the collector runs ahead), or unrolls per environment if they may answer late."""
     spec, device, halves = setup.spec, setup.devices["learner"], 2 if setup.counts.ahead else 1
     sizes = (setup.rows, net.policy.dist.params_size, device, net.policy.body.carry_size)
@@ -167,17 +168,19 @@ def make_source(setup: Setup, norm: Normalizer, net: ActorCritic) -> Source:
     return Source(rollout, partial(rollout.segment, view), rollout.sealed.tensors(), view.tensors())
 
 
-def apart(config: Config, spec: EnvSpec) -> bool:
+def apart(config: Config[StochasticConfig], spec: EnvSpec) -> bool:
     """Return True if each environment fills unrolls independently.
 
     Such an unroll contains actions of several policies, which V-trace corrects. A separate recurrent state of the value
     is not supported: the learner reads an environment's unrolls in order, but not one in every tick.
     """
-    algo = own(config, StochasticConfig)
+    algo = config.algo
     return spec.spread > 1 and algo.on_policy_corrected and (algo.lstm is None or algo.shared)
 
 
-def make_learner(kind: OnPolicy, config: Config, spec: EnvSpec, flat: Flat, source: Source, gen: Generator) -> Learner:
+def make_learner(
+    kind: OnPolicy[A], config: Config[A], spec: EnvSpec, flat: Flat, source: Source, gen: Generator
+) -> Learner:
     """Create the learner of policy and value."""
     state, settings = kind.state(config, flat, make_rollout_optimizer(config, flat), spec.num_envs), config.algo
     now = cast(RolloutState, state)
@@ -189,40 +192,40 @@ def make_learner(kind: OnPolicy, config: Config, spec: EnvSpec, flat: Flat, sour
     return Learner("learner", state, kind.update, draw, settings, gen, trains=("v", "p"), clock=now.progress.ticks)
 
 
-def make_dist(config: Config, spec: EnvSpec) -> ActionDist:
+def make_dist(config: Config[StochasticConfig], spec: EnvSpec) -> ActionDist:
     """Create a Gaussian for continuous actions, a categorical distribution for discrete ones, or a product of these."""
     if isinstance(spec.action, Discrete):
         return Categorical(spec.action.n)
     if isinstance(spec.action, MultiDiscrete):
         return MultiCategorical(spec.action.nvec)
-    return DiagGaussian(spec.action.size, own(config, StochasticConfig).squash)
+    return DiagGaussian(spec.action.size, config.algo.squash)
 
 
-def make_body(config: Config, spec: EnvSpec, which: str) -> Body | OwnBody:
+def make_body(config: Config[StochasticConfig], spec: EnvSpec, which: str) -> Body | OwnBody:
     """Create the hidden layers of "policy" or "critic" on the observations it may use, or the custom network."""
-    algo = own(config, StochasticConfig)
+    algo = config.algo
     net = algo.policy if which == "policy" else algo.critic
     if net.net is not None:
         return OwnBody(custom_network(config, spec, which), read_specs(config, spec))
     return Body(make_input(config, spec, which), make_layers(net), algo.lstm)
 
 
-def make_stochastic_policy(config: Config, spec: EnvSpec, amp: bool = False) -> StochasticPolicy:
+def make_stochastic_policy(config: Config[StochasticConfig], spec: EnvSpec, amp: bool = False) -> StochasticPolicy:
     """Create a freshly initialised policy network. Evaluation, loading and export compute in float32."""
     body, dist = make_body(config, spec, "policy"), make_dist(config, spec)
-    return StochasticPolicy(body, dist, own(config, StochasticConfig).init_std, amp)
+    return StochasticPolicy(body, dist, config.algo.init_std, amp)
 
 
-def make_network(config: Config, spec: EnvSpec) -> ActorCritic:
+def make_network(config: Config[StochasticConfig], spec: EnvSpec) -> ActorCritic:
     """Create freshly initialised policy and value networks."""
-    policy = make_stochastic_policy(config, spec, own(config, StochasticConfig).amp)
-    body = None if own(config, StochasticConfig).shared else make_body(config, spec, "critic")
+    policy = make_stochastic_policy(config, spec, config.algo.amp)
+    body = None if config.algo.shared else make_body(config, spec, "critic")
     return ActorCritic(policy, StateValue(body, (body or policy.body).size))
 
 
-def make_rollout_optimizer(config: Config, flat: Flat) -> Optimizer:
+def make_rollout_optimizer(config: Config[StochasticConfig], flat: Flat) -> Optimizer:
     """Create one optimiser for both networks, with the policy's settings."""
-    algo = own(config, StochasticConfig)
+    algo = config.algo
     net, name = algo.policy, algo.optimizer
     if name != "adam":
         kind = RMSProp if name == "rmsprop" else RMSPropTF

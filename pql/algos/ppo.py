@@ -19,7 +19,6 @@ from torch import Generator, Tensor, nn
 from pql.algos.on_policy import OnPolicy
 from pql.config import Config, PpoConfig
 from pql.config.algorithms import StochasticConfig
-from pql.config.families import own
 from pql.data.normalize import EPSILON, Moments, pack_moments, pooled
 from pql.data.returns import ValuedRows, gae, vtrace
 from pql.data.rollout import Progress, Segment, by_parts, minibatches
@@ -67,13 +66,13 @@ class PpoState(State):
 
 
 def make_state(
-    config: Config, flat: Flat, optimizer: Optimizer, num_envs: int, normalize_value: bool = False
+    config: Config[StochasticConfig], flat: Flat, optimizer: Optimizer, num_envs: int, normalize_value: bool = False
 ) -> PpoState:
     """Create the learner's state from the parameters of an :class:`ActorCritic`."""
     net, device = cast(ActorCritic, flat.module), flat.data.device
     moments = Moments((), device) if normalize_value else None
     carry_size = net.value.body.carry_size if net.value.body else 0
-    steps = own(config, StochasticConfig).horizon * num_envs
+    steps = config.algo.horizon * num_envs
     return PpoState(net.policy, net.value, optimizer, moments, PpoProgress(device, num_envs, carry_size, steps))
 
 
@@ -339,9 +338,9 @@ def adapt_lr(lr: Tensor, kl: Tensor, target: float) -> None:
 # -- wiring -----------------------------------------------------------------------------------------------------------
 
 
-def own_state(config: Config, flat: Flat, optimizer: Optimizer, num_envs: int) -> PpoState:
+def own_state(config: Config[PpoConfig], flat: Flat, optimizer: Optimizer, num_envs: int) -> PpoState:
     """Create the learner's state."""
-    return make_state(config, flat, optimizer, num_envs, own(config, PpoConfig).normalize_value)
+    return make_state(config, flat, optimizer, num_envs, config.algo.normalize_value)
 
 
 FAMILY = OnPolicy(PpoConfig, own_state, draw_ppo, ppo_update).family()

@@ -21,7 +21,6 @@ from pql.collect.actors import action_buffer
 from pql.collect.collector import Collector
 from pql.collect.epsilon import Epsilon, epsilon_greedy
 from pql.config import Config, PqnConfig
-from pql.config.families import own
 from pql.contract.env import Discrete, EnvSpec
 from pql.data.returns import lambda_returns, valued_rows
 from pql.data.rollout import PolicyOutput, Progress, Rollout, Segment, by_parts, minibatches
@@ -113,32 +112,32 @@ class ValueRollout:
     draw: Callable[[Any, Any, Segment, Generator], Iterable[Any]]
     update: Callable[[Any, Any, Any, Generator], Metrics]
 
-    def family(self) -> Family:
+    def family(self) -> Family[PqnConfig]:
         """Return the entry for the algorithm registry."""
         return Family(self.settings, pqn_counts, check_pqn, partial(wire_pqn, self), make_q_network)
 
 
-def pqn_counts(config: Config) -> Counts:
+def pqn_counts(config: Config[PqnConfig]) -> Counts:
     """Return counts for one rollout per tick and all its updates."""
-    p = own(config, PqnConfig)
+    p = config.algo
     return Counts(p.horizon, {"learner": p.passes * p.minibatches}, 1)
 
 
-def check_pqn(config: Config, spec: EnvSpec, counts: Counts, device: torch.device) -> int:
+def check_pqn(config: Config[PqnConfig], spec: EnvSpec, counts: Counts, device: torch.device) -> int:
     """Check a config against an environment spec. Returns the rollout's rows T.
 
     Raises:
         ConfigError: continuous actions, an unsupported observation, or a rollout that does not fit into memory.
     """
     check_acting(config, spec)
-    horizon = own(config, PqnConfig).horizon
+    horizon = config.algo.horizon
     check_room("algo.horizon", horizon, spec, cast(Discrete, spec.action).n, device)
     return horizon
 
 
-def wire_pqn(kind: ValueRollout, setup: Setup) -> Wiring:
+def wire_pqn(kind: ValueRollout, setup: Setup[PqnConfig]) -> Wiring:
     """Create the rollout, its collector and its learner."""
-    config, spec, home, p = setup.config, setup.spec, setup.devices["learner"], own(setup.config, PqnConfig)
+    config, spec, home, p = setup.config, setup.spec, setup.devices["learner"], setup.config.algo
     net = seeded(partial(make_q_network, config, spec), setup.init_seed)
     epsilon = Epsilon(p.epsilon, spec.num_envs, spec.device)
     actor = GreedyActor(copy.deepcopy(net).to(spec.device), epsilon, spec, p.amp)
@@ -161,9 +160,9 @@ def wire_pqn(kind: ValueRollout, setup: Setup) -> Wiring:
     return Wiring(collector, roles, flat, gauges)
 
 
-def make_pqn_optimizer(config: Config, flat: Flat) -> Optimizer:
+def make_pqn_optimizer(config: Config[PqnConfig], flat: Flat) -> Optimizer:
     """Create the network's optimiser."""
-    algo = own(config, PqnConfig)
+    algo = config.algo
     return make_adamw(flat, algo.critic, RAdam if algo.optimizer == "radam" else AdamW)
 
 

@@ -34,7 +34,6 @@ from pql.collect.actors import RecurrentActor
 from pql.collect.collector import Collector
 from pql.collect.epsilon import Epsilon
 from pql.config import Config, R2d2Config
-from pql.config.families import own
 from pql.contract.env import Discrete, EnvSpec
 from pql.contract.last_action import GROUP
 from pql.data.frames import deepest
@@ -69,18 +68,18 @@ class Recurrent:
     update: Callable[[Any, Any, Sequence, Generator], Metrics]
     targets: Callable[..., Tensor]
 
-    def family(self) -> Family:
+    def family(self) -> Family[R2d2Config]:
         """Return the entry for the algorithm registry."""
         return Family(self.settings, r2d2_counts, check_r2d2, partial(wire_r2d2, self), make_recurrent_q_network)
 
 
-def r2d2_counts(config: Config) -> Counts:
+def r2d2_counts(config: Config[R2d2Config]) -> Counts:
     """Return the smallest tick in which the replay ratio is exact.
 
     Raises:
         ConfigError: there is none up to ``LONGEST_HORIZON`` steps.
     """
-    algo = own(config, R2d2Config)
+    algo = config.algo
     rows = algo.batch_size * algo.length  # trained per update
     ratio = Fraction(str(algo.replay_ratio))
     updates = ratio * config.num_envs / rows  # per step of all environments
@@ -98,14 +97,14 @@ def r2d2_counts(config: Config) -> Counts:
     return out
 
 
-def check_r2d2(config: Config, spec: EnvSpec, counts: Counts, device: torch.device) -> int:
+def check_r2d2(config: Config[R2d2Config], spec: EnvSpec, counts: Counts, device: torch.device) -> int:
     """Check a config against an environment spec. Returns the replay's rows T, a whole number of periods.
 
     Raises:
         ConfigError: an unsupported action or observation space, a target period that is not a whole number of updates,
             or a replay that is too small for a sequence or too large for memory.
     """
-    algo, config = own(config, R2d2Config), showing(config)
+    algo, config = config.algo, showing(config)
     check_acting(config, spec)
     target_updates(config, counts)
     states = ("state",) * -(-2 * algo.lstm // algo.period)  # stored states, as numbers per row
@@ -123,23 +122,23 @@ def check_r2d2(config: Config, spec: EnvSpec, counts: Counts, device: torch.devi
     return rows
 
 
-def sequence_rows(config: Config) -> int:
+def sequence_rows(config: Config[R2d2Config]) -> int:
     """Return S, the rows that must exist before a sequence may be sampled."""
-    algo = own(config, R2d2Config)
+    algo = config.algo
     return algo.burn_in + algo.length + algo.n_step
 
 
-def showing(config: Config) -> Config:
+def showing(config: Config[R2d2Config]) -> Config[R2d2Config]:
     """Return the config with the network's observations named explicitly, including the last action if it is used."""
     config = acting(config)
-    critic, algo = critic_of(config), own(config, R2d2Config)
+    critic, algo = critic_of(config), config.algo
     groups = [*(critic.obs or ()), *([GROUP] if algo.feedback and GROUP not in (critic.obs or ()) else [])]
     return with_critic(config, replace(critic, obs=groups))
 
 
-def wire_r2d2(kind: Recurrent, setup: Setup) -> Wiring:
+def wire_r2d2(kind: Recurrent, setup: Setup[R2d2Config]) -> Wiring:
     """Create the replay with its stored states, the collector and the V-learner."""
-    config, spec, algo = setup.config, setup.spec, own(setup.config, R2d2Config)
+    config, spec, algo = setup.config, setup.spec, setup.config.algo
     net = seeded(partial(make_recurrent_q_network, config, spec), setup.init_seed)
     norm = make_normalizer(setup)
     ring = make_ring(setup, "v", extra=stored_columns(config))
@@ -163,19 +162,19 @@ def wire_r2d2(kind: Recurrent, setup: Setup) -> Wiring:
     return Wiring(collector, {"v": value, "collector": acts}, state.q, gauges)
 
 
-def make_sequences(config: Config, states: States) -> Sequences:
-    algo = own(config, R2d2Config)
+def make_sequences(config: Config[R2d2Config], states: States) -> Sequences:
+    algo = config.algo
     states.ring.constants(algo.n_step, algo.gamma)  # the copy to the device would stall the first tick
     span = Span(algo.burn_in, algo.length, algo.n_step)
     return Sequences(states, span, algo.gamma, algo.stored_state)
 
 
 def sequence_role(
-    kind: Recurrent, setup: Setup, net: RecurrentQNetwork, norm: Normalizer, sequences: Sequences
+    kind: Recurrent, setup: Setup[R2d2Config], net: RecurrentQNetwork, norm: Normalizer, sequences: Sequences
 ) -> Role:
     """Create the V-learner: network and target, priorities, and private copies of normaliser and cursor."""
     config, counts, ring = setup.config, setup.counts, sequences.ring
-    algo = own(config, R2d2Config)
+    algo = config.algo
     device, wanted = ring.device, algo.priority
     net.amp = algo.amp  # of the learner's own networks; the collector has its copy
     flat, old = Flat(net.to(device), trained=True), Flat(copy.deepcopy(net).to(device))
@@ -207,10 +206,10 @@ class SequenceDraw:
             yield batch._replace(obs=self.norm(batch.obs), reward=batch.reward * self.norm.reward_scale)
 
 
-def make_recurrent_q_network(config: Config, spec: EnvSpec) -> RecurrentQNetwork:
+def make_recurrent_q_network(config: Config[R2d2Config], spec: EnvSpec) -> RecurrentQNetwork:
     """Create a freshly initialised network. A custom ``algo.critic.net`` computes its features."""
     config = showing(config)
-    algo = own(config, R2d2Config)
+    algo = config.algo
     source, layers = make_value_input(config, spec), make_layers(algo.critic)
     actions = cast(Discrete, spec.action).n
     return RecurrentQNetwork(source, algo.lstm, actions, layers, algo.dueling, algo.shared_grad)

@@ -5,7 +5,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -15,6 +15,8 @@ from pql.collect.collector import Collector
 from pql.config import AlgoConfig, Config, families
 from pql.config import layers as presets
 from pql.config.algorithms import RECORDS
+from pql.config.families import own
+from pql.config.schema import A_co
 from pql.contract.env import EnvSpec, VecEnv
 from pql.contract.plugins import entry_points
 from pql.contract.registry import import_name
@@ -36,14 +38,15 @@ BUILT_IN = {
     "reppo": "pql.algos.reppo:FAMILY",
 }
 
-_registered: dict[str, "Family"] = {}
+_registered: dict[str, "Family[Any]"] = {}
+A = TypeVar("A", bound=AlgoConfig)
 
 Devices = dict[str, torch.device]
 """Device of each worker, by name."""
 
 
 @dataclass(frozen=True)
-class Setup:
+class Setup(Generic[A_co]):
     """Arguments of a family's ``wire``.
 
     Attributes:
@@ -53,7 +56,7 @@ class Setup:
         capture: whether graphs are captured.
     """
 
-    config: Config
+    config: Config[A_co]
     env: VecEnv
     counts: Counts
     rows: int
@@ -101,7 +104,7 @@ class Wiring:
 
 
 @dataclass(frozen=True)
-class Family:
+class Family(Generic[A]):
     """Algorithms with the same updates, settings and data.
 
     Attributes:
@@ -113,18 +116,18 @@ class Family:
         policy: (config, spec) -> a freshly initialised policy network on the CPU.
     """
 
-    settings: type[AlgoConfig]
-    counts: Callable[[Config], Counts]
-    check: Callable[[Config, EnvSpec, Counts, torch.device], int]
-    wire: Callable[[Setup], Wiring]
-    policy: Callable[[Config, EnvSpec], nn.Module]
+    settings: type[A]
+    counts: Callable[[Config[A]], Counts]
+    check: Callable[[Config[A], EnvSpec, Counts, torch.device], int]
+    wire: Callable[[Setup[A]], Wiring]
+    policy: Callable[[Config[A], EnvSpec], nn.Module]
 
     @property
     def name(self) -> str:
         return self.settings().family
 
 
-def register_algorithm(family: Family, preset: Mapping[str, Any] | None = None) -> None:
+def register_algorithm(family: Family[Any], preset: Mapping[str, Any] | None = None) -> None:
     """Make a family available in this process, with a preset of its name.
 
     Packages use the entry-point group ``pql.algos``.
@@ -143,15 +146,22 @@ def register_algorithm(family: Family, preset: Mapping[str, Any] | None = None) 
     presets.registered[name] = {"family": name, "scales": every, **(preset or {})}
 
 
-def family_of(config: Config) -> Family:
-    """Return the family of a config's algorithm."""
+def family_of(config: Config[A]) -> Family[A]:
+    """Return the family of a config's algorithm.
+
+    Raises:
+        TypeError: ``config.algo`` is the record of another family.
+    """
     name = config.algo.family
+    family: Family[A]
     if name in _registered:
-        return _registered[name]
-    if name in RECORDS:
-        family: Family = import_name("algo.family", BUILT_IN[name])
-        return family
-    return next(entry.load() for entry in entry_points(group=families.GROUP) if entry.name == name)
+        family = _registered[name]
+    elif name in RECORDS:
+        family = import_name("algo.family", BUILT_IN[name])
+    else:
+        family = next(entry.load() for entry in entry_points(group=families.GROUP) if entry.name == name)
+    own(config, family.settings)
+    return family
 
 
 def seeds(seed: int) -> dict[str, int]:

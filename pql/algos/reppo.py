@@ -21,7 +21,6 @@ from pql.algos.registry import Family, Role, Setup, Wiring
 from pql.collect.actors import StochasticActor
 from pql.collect.collector import Collector
 from pql.config import Config, ReppoConfig
-from pql.config.families import own
 from pql.contract.env import Box, EnvSpec
 from pql.data.returns import lambda_returns, valued_rows
 from pql.data.rollout import Progress, Rollout, Segment, by_parts, minibatches
@@ -239,13 +238,13 @@ def divergence(policy: StochasticPolicy, settings: ReppoConfig, old: Tensor, new
 # -- wiring -----------------------------------------------------------------------------------------------------------
 
 
-def reppo_counts(config: Config) -> Counts:
+def reppo_counts(config: Config[ReppoConfig]) -> Counts:
     """Return counts for one rollout per tick and all its updates."""
-    p = own(config, ReppoConfig)
+    p = config.algo
     return Counts(p.horizon, {"learner": p.passes * p.minibatches}, 1)
 
 
-def check_reppo(config: Config, spec: EnvSpec, counts: Counts, device: torch.device) -> int:
+def check_reppo(config: Config[ReppoConfig], spec: EnvSpec, counts: Counts, device: torch.device) -> int:
     """Check a config against an environment spec. Returns the rollout's rows T.
 
     Raises:
@@ -253,15 +252,15 @@ def check_reppo(config: Config, spec: EnvSpec, counts: Counts, device: torch.dev
     """
     check_continuous(config, spec)
     check_obs(config, spec)
-    p, size = own(config, ReppoConfig), cast(Box, spec.action).size
+    p, size = config.algo, cast(Box, spec.action).size
     embedding = p.critic.hidden[-1] if p.critic.net is None else 0
     check_room("algo.horizon", p.horizon, spec, 2 * size + embedding, device)
     return p.horizon
 
 
-def make_reppo_policy(config: Config, spec: EnvSpec, amp: bool = False) -> StochasticPolicy:
+def make_reppo_policy(config: Config[ReppoConfig], spec: EnvSpec, amp: bool = False) -> StochasticPolicy:
     """Create a freshly initialised policy network. Evaluation, loading and export compute in float32."""
-    net = own(config, ReppoConfig).policy
+    net = config.algo.policy
     if net.net is not None:
         body: Body | OwnBody = OwnBody(custom_network(config, spec, "policy"), read_specs(config, spec))
     else:
@@ -269,9 +268,9 @@ def make_reppo_policy(config: Config, spec: EnvSpec, amp: bool = False) -> Stoch
     return StochasticPolicy(body, DiagGaussian(cast(Box, spec.action).size, squash=True), None, amp)
 
 
-def make_reppo_critic(config: Config, spec: EnvSpec) -> EmbeddingCritic:
+def make_reppo_critic(config: Config[ReppoConfig], spec: EnvSpec) -> EmbeddingCritic:
     """Create a freshly initialised critic."""
-    net, size = own(config, ReppoConfig).critic, cast(Box, spec.action).size
+    net, size = config.algo.critic, cast(Box, spec.action).size
     atoms, layers = torch.linspace(net.v_min, net.v_max, net.atoms), make_layers(net)
     if net.net is None:
         embedder = Embedder(make_input(config, spec, "critic"), size, layers)
@@ -288,18 +287,20 @@ def probe_embedder(network: nn.Module, obs: Obs, action: Tensor) -> Outputs:
     return [("forward(obs, action)", network(obs, action), [2, "F"])]
 
 
-def make_reppo_state(config: Config, policy: StochasticPolicy, critic: EmbeddingCritic, num_envs: int) -> ReppoState:
+def make_reppo_state(
+    config: Config[ReppoConfig], policy: StochasticPolicy, critic: EmbeddingCritic, num_envs: int
+) -> ReppoState:
     """Create the learner's state on the networks' device."""
-    p, flat = own(config, ReppoConfig), Flat(critic, trained=True)
+    p, flat = config.algo, Flat(critic, trained=True)
     multipliers = Multipliers(p.alpha, p.beta).to(flat.data.device)
     optimizer = make_adamw(Flat(PolicyAndMultipliers(policy, multipliers), trained=True), p.policy)
     now = Progress(flat.data.device, p.horizon * num_envs)
     return ReppoState(policy, multipliers, flat, optimizer, make_adamw(flat, p.critic), now)
 
 
-def wire_reppo(setup: Setup) -> Wiring:
+def wire_reppo(setup: Setup[ReppoConfig]) -> Wiring:
     """Create the rollout, its collector and its learner."""
-    config, spec, home, p = setup.config, setup.spec, setup.devices["learner"], own(setup.config, ReppoConfig)
+    config, spec, home, p = setup.config, setup.spec, setup.devices["learner"], setup.config.algo
     policy, critic = seeded(
         lambda: (make_reppo_policy(config, spec, p.amp), make_reppo_critic(config, spec)), setup.init_seed
     )

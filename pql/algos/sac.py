@@ -18,7 +18,6 @@ from pql.algos.ddpg import PolicyInputs, ValueInputs, ensemble_value
 from pql.algos.off_policy import AveragedState, OffPolicy, Tensors, Trainer, check_off_policy, make_deterministic_policy
 from pql.collect.actors import Noise
 from pql.config import Config, SacConfig
-from pql.config.families import own
 from pql.contract.env import Box, EnvSpec
 from pql.engine.flat import Flat
 from pql.engine.optim import AdamW, make_lr_schedule
@@ -156,22 +155,22 @@ def sampled_action(policy: nn.Module, obs: Obs, noise: Noise) -> Tensor:
     return torch.tanh(mean + log_std.exp() * noise(mean))
 
 
-def gaussian_policy(config: Config, spec: EnvSpec) -> nn.Module:
+def gaussian_policy(config: Config[SacConfig], spec: EnvSpec) -> nn.Module:
     """Create a Gaussian policy."""
-    net = own(config, SacConfig).policy
+    net = config.algo.policy
     kind = partial(GaussianPolicy, log_std=(net.log_std_min, net.log_std_max), clip=net.log_std == "clip")
     policy = make_deterministic_policy(config, spec, kind, probe_stochastic)
     cast(Any, policy).log_reach = log_reach(config, spec)  # both learners are given the policy, not the specification
     return policy
 
 
-def log_reach(config: Config, spec: EnvSpec) -> float:
+def log_reach(config: Config[SacConfig], spec: EnvSpec) -> float:
     """Return the sum over the action's dimensions of log(``spec.action_reach``), or 0 for densities in [-1, 1].
 
     Raises:
         ConfigError: a dimension without a finite range.
     """
-    if own(config, SacConfig).entropy_unit == "unit":
+    if config.algo.entropy_unit == "unit":
         return 0.0
     reach = spec.action_reach
     for i, one in enumerate(reach):
@@ -180,9 +179,9 @@ def log_reach(config: Config, spec: EnvSpec) -> float:
     return sum(map(math.log, reach))
 
 
-def check_sac(config: Config, spec: EnvSpec, counts: Counts, device: torch.device) -> int:
+def check_sac(config: Config[SacConfig], spec: EnvSpec, counts: Counts, device: torch.device) -> int:
     """Check a config as :func:`check_off_policy` does, and that the target entropy can be reached."""
-    rows, algo = check_off_policy(config, spec, counts, device), own(config, SacConfig)
+    rows, algo = check_off_policy(config, spec, counts, device), config.algo
     size = cast(Box, spec.action).size
     most = math.log(2) + log_reach(config, spec) / size  # of each dimension: that of uniform actions
     if algo.auto_alpha and algo.entropy_goal(size) >= most * size:
@@ -196,13 +195,15 @@ def check_sac(config: Config, spec: EnvSpec, counts: Counts, device: torch.devic
     return rows
 
 
-def make_temperature(config: Config, state: TemperatureState, per_update: float, device: torch.device) -> Flat:
+def make_temperature(
+    config: Config[SacConfig], state: TemperatureState, per_update: float, device: torch.device
+) -> Flat:
     """Give a learner's state the temperature, and return it.
 
     Args:
         per_update: its steps per critic update.
     """
-    algo = own(config, SacConfig)
+    algo = config.algo
     flat = Flat(Temperature(algo.alpha).to(device), trained=True)
     optimizer = AdamW(flat, algo.alpha_lr, betas=(algo.policy.beta1, algo.policy.beta2))
     optimizer.schedule = make_lr_schedule(algo, algo.clocked(per_update))
@@ -212,9 +213,9 @@ def make_temperature(config: Config, state: TemperatureState, per_update: float,
     return flat
 
 
-def sac_value_trainer(config: Config, critic: Critic, policy: nn.Module, device: torch.device) -> Trainer:
+def sac_value_trainer(config: Config[SacConfig], critic: Critic, policy: nn.Module, device: torch.device) -> Trainer:
     """Create the V-learner's state and update."""
-    algo = own(config, SacConfig)
+    algo = config.algo
     state = value_state(SacCriticState, config, critic, device)
     state.log_reach = getattr(policy, "log_reach", 0.0)
     inputs = SacValueInputs(policy, torch.zeros(1, device=device))
@@ -227,9 +228,11 @@ def sac_value_trainer(config: Config, critic: Critic, policy: nn.Module, device:
     return Trainer(state, sac_value_update, inputs, pulls, owns)
 
 
-def sac_policy_trainer(config: Config, policy: nn.Module, critic: Critic, size: int, device: torch.device) -> Trainer:
+def sac_policy_trainer(
+    config: Config[SacConfig], policy: nn.Module, critic: Critic, size: int, device: torch.device
+) -> Trainer:
     """Create the P-learner's state and update."""
-    algo = own(config, SacConfig)
+    algo = config.algo
     net, flat = algo.policy, Flat(policy, trained=True)
     state = SacPolicyState(policy=flat, optimizer=make_adam(config, flat, net, algo.p_per_v), reduce=net.reduce)
     state.log_reach = getattr(policy, "log_reach", 0.0)

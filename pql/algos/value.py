@@ -16,13 +16,12 @@ import torch
 from torch import Generator
 
 from pql.algos.builders import advice, make_normalizer, make_ring, ring_rows
-from pql.algos.registry import Family, Role, Setup, Wiring
+from pql.algos.registry import A, Family, Role, Setup, Wiring
 from pql.collect.actors import EpsilonActor
 from pql.collect.collector import Collector
 from pql.collect.epsilon import STORED, Epsilon
 from pql.config import Config, DqnConfig
 from pql.config.algorithms import DuelingConfig
-from pql.config.families import own
 from pql.config.groups import PriorityConfig
 from pql.config.networks import CategoricalConfig, TrainedNetConfig
 from pql.contract.env import Discrete, EnvSpec
@@ -74,18 +73,18 @@ class ValueBased:
     network: Callable[[Config, EnvSpec], QNetwork]
     update: Callable[[Any, Any, Batch, Generator], Metrics]
 
-    def family(self) -> Family:
+    def family(self) -> Family[DqnConfig]:
         """Return the entry for the algorithm registry."""
         return Family(self.settings, value_counts, check_value_based, partial(wire_value_based, self), self.network)
 
 
-def value_counts(config: Config) -> Counts:
+def value_counts(config: Config[DqnConfig]) -> Counts:
     """Return the smallest tick with whole numbers of steps and updates.
 
     Raises:
         ConfigError: there is none up to 64 steps.
     """
-    algo = own(config, DqnConfig)
+    algo = config.algo
     ratio = Fraction(str(algo.v_per_step))
     if ratio.denominator > LONGEST_HORIZON:
         raise ConfigError(
@@ -96,13 +95,13 @@ def value_counts(config: Config) -> Counts:
     return Counts(ratio.denominator, {"v": ratio.numerator}, 1)
 
 
-def target_updates(config: Config, counts: Counts) -> int:
+def target_updates(config: Config[DuelingConfig], counts: Counts) -> int:
     """Return ``algo.target_period`` in updates.
 
     Raises:
         ConfigError: it is not a whole number of updates; the message names the nearest period that is.
     """
-    period = own(config, DuelingConfig).target_period
+    period = config.algo.target_period
     steps, updates = counts.horizon * config.num_envs, counts.updates["v"]
     if period * updates % steps == 0:
         return period * updates // steps
@@ -115,7 +114,7 @@ def target_updates(config: Config, counts: Counts) -> int:
     )
 
 
-def check_value_based(config: Config, spec: EnvSpec, counts: Counts, device: torch.device) -> int:
+def check_value_based(config: Config[DuelingConfig], spec: EnvSpec, counts: Counts, device: torch.device) -> int:
     """Check a config against an environment spec. Returns the replay's rows T.
 
     Raises:
@@ -124,7 +123,7 @@ def check_value_based(config: Config, spec: EnvSpec, counts: Counts, device: tor
     """
     check_acting(config, spec)
     target_updates(config, counts)
-    prioritized = own(config, DuelingConfig).priority.alpha > 0
+    prioritized = config.algo.priority.alpha > 0
     leaf = ("priority",) * 2 if prioritized else ()  # the sum tree takes two numbers per row
     return ring_rows(config, spec, counts, device, (*stored_columns(config), *leaf), prioritized)
 
@@ -137,9 +136,9 @@ def check_acting(config: Config, spec: EnvSpec) -> None:
         groups_of(acting(config), spec, "critic")
 
 
-def wire_value_based(kind: ValueBased, setup: Setup) -> Wiring:
+def wire_value_based(kind: ValueBased, setup: Setup[DqnConfig]) -> Wiring:
     """Create the replay, its collector and the V-learner."""
-    config, spec, algo = setup.config, setup.spec, own(setup.config, DqnConfig)
+    config, spec, algo = setup.config, setup.spec, setup.config.algo
     net = seeded(partial(kind.network, config, spec), setup.init_seed)
     norm = make_normalizer(setup)
     ring = make_ring(setup, "v", extra=stored_columns(config))
@@ -157,10 +156,10 @@ def wire_value_based(kind: ValueBased, setup: Setup) -> Wiring:
     return Wiring(collector, {"v": value, "collector": acts}, state.q, gauges)
 
 
-def value_role(kind: ValueBased, setup: Setup, net: QNetwork, norm: Normalizer, ring: Replay) -> Role:
+def value_role(kind: ValueBased, setup: Setup[DqnConfig], net: QNetwork, norm: Normalizer, ring: Replay) -> Role:
     """Create the V-learner: network and target, optional priorities, and private copies of normaliser and cursor."""
     config, counts, device = setup.config, setup.counts, ring.device
-    algo = own(config, DqnConfig)
+    algo = config.algo
     net.amp = algo.amp  # of the learner's own networks; the collector has its copy
     flat, target = Flat(net.to(device), trained=True), Flat(copy.deepcopy(net).to(device))
     ranked = make_priorities(config, ring, counts)
@@ -216,9 +215,9 @@ def update_shares(count: int, size: int) -> list[int]:
     return [min(most, count - done) for done in range(0, count, most)]
 
 
-def make_priorities(config: Config, ring: Replay, counts: Counts) -> Prioritized | None:
+def make_priorities(config: Config[DqnConfig], ring: Replay, counts: Counts) -> Prioritized | None:
     """Create priorities over the ring, or return None if rows are drawn uniformly."""
-    algo = own(config, DqnConfig)
+    algo = config.algo
     wanted = algo.priority
     if wanted.alpha == 0:
         return None
@@ -232,14 +231,14 @@ def make_rule(wanted: PriorityConfig, ring: Replay, counts: Counts, clip: float 
     return PriorityRule(wanted.alpha, wanted.beta, wanted.beta_steps, counts.horizon * ring.num_envs, clip)
 
 
-def stored_columns(config: Config) -> tuple[str, ...]:
+def stored_columns(config: Config[DuelingConfig]) -> tuple[str, ...]:
     """Return the columns that the actor stores in addition to its actions."""
-    wanted = own(config, DuelingConfig).priority
+    wanted = config.algo.priority
     return STORED if wanted.alpha > 0 and wanted.initial == "actor" else ()
 
 
-def make_optimizer(config: Config, flat: Flat) -> Optimizer:
-    algo = own(config, DuelingConfig)
+def make_optimizer(config: Config[DuelingConfig], flat: Flat) -> Optimizer:
+    algo = config.algo
     net = algo.critic
     if algo.optimizer == "rmsprop":
         return RMSProp(flat, net.lr, net.grad_clip, algo.rms_decay, net.eps)
@@ -248,7 +247,7 @@ def make_optimizer(config: Config, flat: Flat) -> Optimizer:
     return optimizer
 
 
-def acting(config: Config) -> Config:
+def acting(config: Config[A]) -> Config[A]:
     """Return the config with the network's observations named; the default is the policy's observations."""
     critic = critic_of(config)
     return with_critic(config, replace(critic, obs=critic.obs or ["policy"]))
@@ -260,7 +259,7 @@ def critic_of(config: Config) -> TrainedNetConfig:
     return critic
 
 
-def with_critic(config: Config, critic: TrainedNetConfig) -> Config:
+def with_critic(config: Config[A], critic: TrainedNetConfig) -> Config[A]:
     """Return the config with other settings of the value network."""
     algo: Any = config.algo
     return replace(config, algo=replace(algo, critic=critic))

@@ -9,7 +9,7 @@ import torch
 from run_files import mutate, words
 
 from pql.algos.registry import family_of
-from pql.config import Config, SacConfig, from_dict, leaves, to_dict
+from pql.config import Config, DdpgConfig, SacConfig, from_dict, leaves, to_dict
 from pql.config.algorithms import RECORDS
 from pql.config.compose import compose, known_settings, parse_override, parse_word
 from pql.config.fields import KEY, condition_text, like, settings
@@ -593,3 +593,8 @@ def test_groups_of_settings_have_few_ancestors_and_share_declarations():
     declared = next(one.declaration for one in settings(SacConfig()) if one.name == "alpha")
     assert (again.default, again.metadata[KEY]) == (2.0, dataclasses.replace(declared, doc="Another."))
     assert like(SacConfig, "alpha").default == SacConfig().alpha
+
+
+def test_a_record_of_another_family_is_refused():
+    with pytest.raises(TypeError, match="algo=pql has DdpgConfig, not SacConfig"):
+        family_of(Config(algo=DdpgConfig(name="pql", family="sac")))

@@ -20,7 +20,6 @@ from pql.algos.ddpg import (
 )
 from pql.algos.off_policy import OffPolicy, Trainer
 from pql.config import Config, DdpgConfig
-from pql.config.families import own
 from pql.config.fields import setting
 from pql.engine.optim import polyak
 from pql.errors import ConfigError
@@ -57,10 +56,10 @@ def value_update(state: CriticState, inputs: ValueInputs, batch: Batch, gen: Gen
     return {"loss/critic": total.detach(), "value/q": (q.detach()[0] * share).sum(), "grad_norm/critic": norm}
 
 
-def trainer(config: Config, critic: Critic, policy: nn.Module, device: torch.device) -> Trainer:
+def trainer(config: Config[RedqConfig], critic: Critic, policy: nn.Module, device: torch.device) -> Trainer:
     """The V-learner's side: DDPG's, with another update."""
     made = ddpg_value_trainer(config, critic, policy, device)
-    made.update = partial(value_update, subset=own(config, RedqConfig).subset)
+    made.update = partial(value_update, subset=config.algo.subset)
     return made
 
 
