@@ -5,7 +5,7 @@ Sources: Bellemare et al. 2017 (C51), Fujimoto et al. 2018 (clipped double Q), C
 """
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -17,7 +17,7 @@ from pql.config.algorithms import ActorCriticConfig
 from pql.config.networks import ClimbingPolicyConfig, CriticConfig
 from pql.engine.flat import Flat
 from pql.engine.optim import AdamW, Clock, follow, make_adamw, make_lr_schedule, polyak
-from pql.engine.worker import State, pulled
+from pql.engine.worker import PULLED, State
 from pql.nets.distributions import hl_gauss, lower_mean, project
 from pql.nets.layers import batch_statistics, project_weights
 from pql.nets.mlp import Critic
@@ -39,7 +39,7 @@ class CriticState(State):
     target: Flat
     optimizer: AdamW
     clock: Clock | None
-    policy: nn.Module = pulled()
+    policy: nn.Module = field(metadata=PULLED)
     atoms: Tensor | None
 
 

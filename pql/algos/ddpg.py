@@ -10,13 +10,24 @@ from typing import Any, cast
 import torch
 from torch import Generator, Tensor, nn
 
-from pql.algos.critics import CriticState, critic_step, loss_share, make_adam, make_atoms, value_state
-from pql.algos.off_policy import AveragedState, OffPolicy, Tensors, Trainer, make_deterministic_policy, make_follower
+from pql.algos.critics import CriticState, critic_step, loss_share, make_critic_state
+from pql.algos.off_policy import (
+    OffPolicy,
+    PolicyDraw,
+    PolicyState,
+    ValueDraw,
+    ensemble_value,
+    make_deterministic_policy,
+    make_follower,
+    make_policy_state,
+)
+from pql.algos.registry import Setup
 from pql.collect.actors import Noise
 from pql.config import Config, DdpgConfig
 from pql.contract.env import EnvSpec
 from pql.engine.flat import Flat
-from pql.engine.optim import AdamW, polyak
+from pql.engine.optim import polyak
+from pql.engine.worker import Learner
 from pql.errors import ConfigError
 from pql.nets.encoders import Outputs, read_specs, squashes
 from pql.nets.layers import batch_statistics

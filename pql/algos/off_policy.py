@@ -7,13 +7,14 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import torch
 from torch import Generator, Tensor, nn
 
 from pql.algos.builders import check_continuous, check_obs, make_normalizer, make_ring, ring_rows, stored_obs
-from pql.algos.registry import Family, Role, Setup, Wiring
+from pql.algos.critics import make_adam, make_atoms
+from pql.algos.registry import Family, Setup, Wiring
 from pql.collect.actors import ActFunction, NoisyActor
 from pql.collect.collector import Collector
 from pql.collect.exploration import Exploration
@@ -24,9 +25,9 @@ from pql.data.augment import Augment
 from pql.data.normalize import Normalizer
 from pql.data.replay import Cursor, Replay
 from pql.engine.flat import Flat
-from pql.engine.optim import polyak
+from pql.engine.optim import AdamW, polyak
 from pql.engine.schedule import Counts, tick_counts
-from pql.engine.worker import Learner, State
+from pql.engine.worker import PULLED, Learner, State, Tensors, Update
 from pql.errors import ConfigError
 from pql.nets.encoders import (
     Outputs,
@@ -41,50 +42,55 @@ from pql.nets.encoders import (
     make_layers,
 )
 from pql.nets.mlp import Critic, Reads, seeded
-from pql.types import Batch, Metrics, Obs, ObsBatch, split
+from pql.types import Batch, Obs, ObsBatch, split
 
-Update = Callable[[Any, Any, Any, Generator], Metrics]
 A = TypeVar("A", bound=ActorCriticConfig)
 Net = TypeVar("Net", bound=nn.Module)
-Tensors = dict[str, list[Tensor]]
-"""Tensors by the slot that publishes or fills them."""
-
-
-@dataclass
-class Trainer:
-    """State and update function of a learner.
-
-    Attributes:
-        state: mutated by ``update``.
-        inputs: private copies of networks published by other workers.
-        pulls: tensors of those copies, by the slot that fills them.
-        owns: published tensors, by slot.
-    """
-
-    state: State
-    update: Update
-    inputs: Any
-    pulls: Tensors = field(default_factory=dict)
-    owns: Tensors = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
-class AveragedState(State):
-    """A P-learner's policy and its running average, where ``algo.policy.average`` is set (Polyak & Juditsky 1992)."""
+class PolicyState(State):
+    """State of the P-learner.
+
+    Attributes:
+        average: running average of the policy, if ``algo.policy.average`` is set (Polyak & Juditsky 1992).
+        critic: copy of the critics.
+        atoms: [Z] support of categorical critics, or None.
+    """
 
     policy: Flat
-    average: Flat | None = None
-    average_weight: float = 0.0
+    optimizer: AdamW
+    average: Flat | None
+    critic: Critic = field(metadata=PULLED)
+    atoms: Tensor | None
 
-    def update_average(self) -> None:
+    def update_average(self, weight: float | None) -> None:
         """Move the average towards the policy."""
-        if self.average is not None:
-            polyak(self.average, self.policy, self.average_weight)
+        if self.average is not None and weight is not None:
+            polyak(self.average, self.policy, weight)
 
     @property
     def evaluated(self) -> Flat:
         """The policy that is evaluated, saved and exported: the average, if there is one."""
         return self.policy if self.average is None else self.average
+
+
+PolicyStates = TypeVar("PolicyStates", bound=PolicyState)
+
+
+def ensemble_value(state: PolicyState, obs: Obs, action: Tensor, rule: str) -> Tensor:
+    """Return the value of (obs, action) that a policy is trained on, [B].
+
+    Args:
+        action: [B, A].
+        rule: of the ensemble's values (``algo.policy.reduce``).
+    """
+    q = state.critic(obs, action)  # [E, B] or [E, B, Z]
+    if state.atoms is not None:
+        q = q.softmax(-1) @ state.atoms
+    if rule == "first":
+        return q[0]
+    return q.mean(0) if rule == "mean" else q.amin(0)
 
 
 @dataclass(frozen=True)
@@ -95,15 +101,15 @@ class OffPolicy(Generic[A]):
         settings: class of ``config.algo``.
         policy: (config, spec) -> policy network on the CPU.
         act: (policy, obs, noise) -> action [N, A], before exploration noise.
-        value: (config, critic, policy copy, device) -> trainer of the critics.
-        improve: (config, policy, critic copy, action size, device) -> trainer of the policy.
+        value_learner: (setup, critic, policy copy, draw) -> the V-learner.
+        policy_learner: (setup, policy, critic copy, draw) -> the P-learner, whose state is a :class:`PolicyState`.
     """
 
     settings: type[A]
     policy: Callable[[Config[A], EnvSpec], nn.Module]
     act: ActFunction
-    value: Callable[[Config[A], Critic, nn.Module, torch.device], Trainer]
-    improve: Callable[[Config[A], nn.Module, Critic, int, torch.device], Trainer]
+    value_learner: "Callable[[Setup[A], Critic, nn.Module, ValueDraw], Learner]"
+    policy_learner: "Callable[[Setup[A], nn.Module, Critic, PolicyDraw], Learner]"
 
     def family(self) -> Family[A]:
         """Return the entry for the algorithm registry."""
@@ -164,49 +170,54 @@ def wire_off_policy(kind: OffPolicy[A], setup: Setup[A]) -> Wiring:
         replays.append(make_ring(setup, "p", obs_only=True))
     actor = make_noisy_actor(kind, config, spec, nets[0])
     collector = Collector(setup.env, actor, normalizer, replays, setup.generator("collector"), setup.capture)
-    roles = {
-        "v": critic_role(kind, setup, *nets, normalizer, replays[0]),
-        "p": policy_role(kind, setup, *nets, normalizer, replays[-1]),
-        "collector": Role(
-            pulls={"policy": Flat(collector.actor.policy).tensors()},
-            owns={"norm": normalizer.frozen(), "rows": replays[0].live.tensors()},
-        ),
-    }
-    cursor, learner = roles["v"].cursor, roles["p"].learner
-    assert cursor is not None
-    assert learner is not None
-    policy = cast(AveragedState, learner.state).evaluated
-    return Wiring(collector, roles, policy, {"replay/bootstrap_lost": cursor.lost})
+    v = make_value_learner(kind, setup, *nets, normalizer, replays[0])
+    p = make_policy_learner(kind, setup, *nets, normalizer, replays[-1])
+    pulls = {"policy": Flat(collector.actor.policy).tensors()}
+    publishes = {"norm": normalizer.frozen(), "rows": replays[0].live.tensors()}
+    gauges = {} if v.lost is None else {"replay/bootstrap_lost": v.lost}
+    return Wiring(collector, pulls, publishes, [v, p], cast(PolicyState, p.state).evaluated, gauges)
 
 
-def critic_role(
+def make_value_learner(
     kind: OffPolicy[A], setup: Setup[A], policy: nn.Module, critic: Critic, norm: Normalizer, replay: Replay
-) -> Role:
-    """Create the V-learner: critic, target, and private copies of policy, normaliser and cursor."""
-    config, device = setup.config, replay.device
-    algo = config.algo
-    trainer = kind.value(config, private(critic, algo, device), private(policy, algo, device), device)
+) -> Learner:
+    """Create the V-learner, with its copies of networks, normaliser and cursor."""
+    algo, device = setup.config.algo, replay.device
     replay.constants(algo.n_step, algo.gamma)  # the copy to the device would stall the first tick
     draw = ValueDraw(algo, replay, Cursor(replay.num_envs, device), norm.copy_to(device), make_augment(setup))
-    learner = Learner("v", trainer.state, trainer.update, draw, trainer.inputs, setup.generator("v"))
-    return Role({**trainer.pulls, **draw.pulls()}, trainer.owns, learner, draw.cursor)
+    return kind.value_learner(setup, learner_copy(critic, algo, device), learner_copy(policy, algo, device), draw)
 
 
-def policy_role(
+def make_policy_learner(
     kind: OffPolicy[A], setup: Setup[A], policy: nn.Module, critic: Critic, norm: Normalizer, replay: Replay
-) -> Role:
-    """Create the P-learner: policy, and private copies of critic, normaliser and cursor."""
-    config, device, size = setup.config, replay.device, cast(Box, setup.spec.action).size
-    algo = config.algo
-    policy, critic = private(policy, algo, device), private(critic, algo, device)
+) -> Learner:
+    """Create the P-learner, with its copies of networks, normaliser and cursor."""
+    algo, device = setup.config.algo, replay.device
+    policy, critic = learner_copy(policy, algo, device), learner_copy(critic, algo, device)
     lend_encoder(critic, policy)
-    trainer = kind.improve(config, policy, critic, size, device)
-    if algo.policy.average is not None:
-        state = cast(AveragedState, trainer.state)
-        state.average, state.average_weight = make_follower(policy, critic), algo.policy.average
     draw = PolicyDraw(algo, replay, Cursor(replay.num_envs, device), norm.copy_to(device), make_augment(setup))
-    learner = Learner("p", trainer.state, trainer.update, draw, trainer.inputs, setup.generator("p"))
-    return Role({**trainer.pulls, **draw.pulls()}, trainer.owns, learner, draw.cursor)
+    return kind.policy_learner(setup, policy, critic, draw)
+
+
+def make_policy_state(
+    kind: type[PolicyStates], config: Config[ActorCriticConfig], policy: nn.Module, critic: Critic, **more: Any
+) -> PolicyStates:
+    """Create the P-learner's state.
+
+    Args:
+        kind: its class.
+        critic: the P-learner's copy.
+        more: fields that ``kind`` adds.
+    """
+    algo, flat = config.algo, Flat(policy, trained=True)
+    return kind(
+        policy=flat,
+        optimizer=make_adam(config, flat, algo.policy, algo.p_per_v),
+        average=None if algo.policy.average is None else make_follower(policy, critic),
+        critic=critic,
+        atoms=make_atoms(config, flat.data.device),
+        **more,
+    )
 
 
 def make_follower(policy: nn.Module, critic: Critic) -> Flat:
@@ -220,15 +231,24 @@ def make_follower(policy: nn.Module, critic: Critic) -> Flat:
 class PolicyDraw:
     """Sample batches of normalised observations from the rows sealed one tick earlier."""
 
+    worker: ClassVar[str] = "p"
     algo: ActorCriticConfig
     replay: Replay
     cursor: Cursor
     norm: Normalizer
     augment: Augment
 
-    def pulls(self) -> Tensors:
-        """Return the tensors to pull, by slot."""
-        return {"norm": self.norm.frozen(), "rows": self.cursor.tensors()}
+    def learner(
+        self, setup: Setup[A], state: State, update: Update[Any, Any, A], pulls: Tensors, publishes: Tensors
+    ) -> Learner:
+        """Return the learner that trains ``state`` on these batches.
+
+        Args:
+            pulls: copies in ``state``.
+        """
+        pulls = {**pulls, "norm": self.norm.frozen(), "rows": self.cursor.tensors()}
+        gen, name, lost = setup.generator(self.worker), self.worker, self.cursor.lost
+        return Learner(name, state, update, setup.config.algo, self, gen, pulls, publishes, (name,), lost)
 
     def __call__(self, count: int, gen: Generator) -> list[ObsBatch]:
         """Return ``count`` batches of observations [B, ...]."""
@@ -239,6 +259,8 @@ class PolicyDraw:
 
 class ValueDraw(PolicyDraw):
     """Sample batches of normalised n-step transitions."""
+
+    worker = "v"
 
     def __call__(self, count: int, gen: Generator) -> list[Batch]:  # type: ignore[override]
         """Return ``count`` batches of B transitions."""
@@ -258,7 +280,7 @@ def make_augment(setup: Setup[ActorCriticConfig]) -> Augment:
     return Augment(images, encoder.shift, encoder.jitter)
 
 
-def private(net: Net, algo: ActorCriticConfig, device: torch.device) -> Net:
+def learner_copy(net: Net, algo: ActorCriticConfig, device: torch.device) -> Net:
     """Return a learner's copy of a network, which computes in the learners' precision."""
     net = copy.deepcopy(net).to(device)
     if isinstance(net, Reads):

@@ -13,7 +13,7 @@ import torch
 from torch import Generator, Tensor
 
 from pql.algos.builders import check_obs, make_normalizer
-from pql.algos.registry import Family, Role, Setup, Wiring
+from pql.algos.registry import Family, Setup, Wiring
 from pql.collect.actors import StochasticActor
 from pql.collect.collector import Collector
 from pql.config import Config
@@ -26,13 +26,12 @@ from pql.engine.flat import Flat
 from pql.engine.optim import Optimizer, RMSProp, RMSPropTF, make_adamw
 from pql.engine.placement import available_bytes
 from pql.engine.schedule import Counts
-from pql.engine.worker import Learner, State
+from pql.engine.worker import Learner, State, Update
 from pql.errors import ConfigError, gib
 from pql.nets.actor_critic import ActorCritic, Body, OwnBody, StateValue, StochasticPolicy
 from pql.nets.distributions import ActionDist, Categorical, DiagGaussian, MultiCategorical
 from pql.nets.encoders import custom_network, groups_of, make_input, make_layers, read_specs
 from pql.nets.mlp import seeded
-from pql.types import Metrics
 
 A = TypeVar("A", bound=StochasticConfig)
 
@@ -60,14 +59,14 @@ class OnPolicy(Generic[A]):
     Attributes:
         settings: class of ``config.algo``.
         state: (config, parameters, optimiser, environments) -> the learner's state, a :class:`RolloutState`.
-        draw: (state, settings, segment, gen) -> minibatches of a tick.
-        update: (state, settings, minibatch, gen) -> metrics.
+        draw: (state, segment, settings, gen) -> minibatches of a tick.
+        update: (state, minibatch, settings, gen) -> metrics.
     """
 
     settings: type[A]
     state: Callable[[Config[A], Flat, Optimizer, int], State]
-    draw: Callable[[Any, Any, Segment, Generator], Iterable[Any]]
-    update: Callable[[Any, Any, Any, Generator], Metrics]
+    draw: Callable[[Any, Segment, Any, Generator], Iterable[Any]]
+    update: Update[Any, Any, Any]
 
     def family(self) -> Family[A]:
         """Return the entry for the algorithm registry."""
@@ -126,15 +125,11 @@ def wire_on_policy(kind: OnPolicy[A], setup: Setup[A]) -> Wiring:
     source = make_source(setup, norm, net)
     collector = Collector(setup.env, actor, norm, [source.store], setup.generator("collector"), setup.capture)
     flat = Flat(net.to(setup.devices["learner"]), trained=True)
-    learner = make_learner(kind, config, spec, flat, source, setup.generator("learner", "v"))
-    now = cast(RolloutState, learner.state).progress
-    size = sum(p.numel() for p in net.policy.parameters())  # the policy's parameters come first
-    full, seen = ({"rollout": t} if t else {} for t in (source.full, source.seen))
-    roles = {
-        "learner": Role(pulls=seen, owns={"policy": [flat.data[:size], now.ticks]}, learner=learner),
-        "collector": Role(pulls={"policy": [Flat(actor.policy).data, actor.version]}, owns=full),
-    }
-    return Wiring(collector, roles, net.policy, {"rollout/bootstrap_lost": now.lost})
+    learner = make_learner(kind, setup, flat, source)
+    progress = cast(RolloutState, learner.state).progress
+    pulls = {"policy": [Flat(actor.policy).data, actor.version]}
+    publishes = {"rollout": source.full} if source.full else {}
+    return Wiring(collector, pulls, publishes, [learner], net.policy, {"rollout/bootstrap_lost": progress.lost})
 
 
 @dataclass(frozen=True)
@@ -178,18 +173,29 @@ def apart(config: Config[StochasticConfig], spec: EnvSpec) -> bool:
     return spec.spread > 1 and algo.on_policy_corrected and (algo.lstm is None or algo.shared)
 
 
-def make_learner(
-    kind: OnPolicy[A], config: Config[A], spec: EnvSpec, flat: Flat, source: Source, gen: Generator
-) -> Learner:
+def make_learner(kind: OnPolicy[A], setup: Setup[A], flat: Flat, source: Source) -> Learner:
     """Create the learner of policy and value."""
-    state, settings = kind.state(config, flat, make_rollout_optimizer(config, flat), spec.num_envs), config.algo
-    now = cast(RolloutState, state)
-    now.reader = source.reader
+    config, settings = setup.config, setup.config.algo
+    state = kind.state(config, flat, make_rollout_optimizer(config, flat), setup.spec.num_envs)
+    cast(RolloutState, state).reader = source.reader
+    progress = cast(RolloutState, state).progress
 
     def draw(count: int, gen: Generator) -> Iterable[Any]:
-        return kind.draw(state, settings, source.read(), gen)
+        return kind.draw(state, source.read(), settings, gen)
 
-    return Learner("learner", state, kind.update, draw, settings, gen, trains=("v", "p"), clock=now.progress.ticks)
+    size = sum(p.numel() for p in cast(ActorCritic, flat.module).policy.parameters())  # they come first
+    return Learner(
+        "learner",
+        state,
+        kind.update,
+        settings,
+        draw,
+        setup.generator("learner", "v"),
+        pulls={"rollout": source.seen} if source.seen else {},
+        publishes={"policy": [flat.data[:size], progress.ticks]},
+        trains=("v", "p"),
+        clock=progress.ticks,
+    )
 
 
 def make_dist(config: Config[StochasticConfig], spec: EnvSpec) -> ActionDist:

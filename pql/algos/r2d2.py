@@ -17,7 +17,7 @@ from torch import Generator, Tensor
 from pql.algos.builders import make_normalizer, make_ring, ring_rows
 from pql.algos.critics import loss_share
 from pql.algos.dqn import huber
-from pql.algos.registry import Family, Role, Setup, Wiring
+from pql.algos.registry import Family, Setup, Wiring
 from pql.algos.value import (
     ValueState,
     acting,
@@ -26,8 +26,10 @@ from pql.algos.value import (
     make_optimizer,
     make_rule,
     make_value_input,
+    replay_learner,
     stored_columns,
     target_updates,
+    value_wiring,
     with_critic,
 )
 from pql.collect.actors import RecurrentActor
@@ -43,7 +45,7 @@ from pql.data.sequences import RankedSequences, Sequence, Sequences, Span, State
 from pql.engine.flat import Flat
 from pql.engine.optim import Clock, follow
 from pql.engine.schedule import Counts
-from pql.engine.worker import Learner
+from pql.engine.worker import Learner, Update
 from pql.errors import ConfigError
 from pql.nets.encoders import make_layers
 from pql.nets.mlp import seeded
@@ -60,12 +62,12 @@ class Recurrent:
 
     Attributes:
         settings: class of ``config.algo``.
-        update: (state, settings, batch, gen) -> metrics.
+        update: (state, batch, settings, gen) -> metrics.
         targets: (reward, discount, value, epsilon) -> targets, for the priorities that the collector computes.
     """
 
     settings: type[R2d2Config]
-    update: Callable[[Any, Any, Sequence, Generator], Metrics]
+    update: Update[Any, Sequence, Any]
     targets: Callable[..., Tensor]
 
     def family(self) -> Family[R2d2Config]:
@@ -148,18 +150,7 @@ def wire_r2d2(kind: Recurrent, setup: Setup[R2d2Config]) -> Wiring:
     # States are allocated before the ring: see States.
     collector = Collector(setup.env, actor, norm, [states, ring], setup.generator("collector"), setup.capture)
     sequences = make_sequences(config, states)
-    value = sequence_role(kind, setup, net, norm, sequences)
-    acts = Role(pulls={"policy": [Flat(actor.policy).data]}, owns={"norm": norm.frozen(), "rows": ring.live.tensors()})
-    assert value.cursor is not None
-    assert value.learner is not None
-    state = cast(ValueState, value.learner.state)
-    assert state.priorities is not None
-    gauges = {
-        "replay/bootstrap_lost": value.cursor.lost,
-        "explore/epsilon": epsilon.mean,
-        "replay/beta": state.priorities.beta,
-    }
-    return Wiring(collector, {"v": value, "collector": acts}, state.q, gauges)
+    return value_wiring(collector, ring, sequence_learner(kind, setup, net, norm, sequences), epsilon)
 
 
 def make_sequences(config: Config[R2d2Config], states: States) -> Sequences:
@@ -169,10 +160,10 @@ def make_sequences(config: Config[R2d2Config], states: States) -> Sequences:
     return Sequences(states, span, algo.gamma, algo.stored_state)
 
 
-def sequence_role(
+def sequence_learner(
     kind: Recurrent, setup: Setup[R2d2Config], net: RecurrentQNetwork, norm: Normalizer, sequences: Sequences
-) -> Role:
-    """Create the V-learner: network and target, priorities, and private copies of normaliser and cursor."""
+) -> Learner:
+    """Create the V-learner: network and target, priorities, and its copies of normaliser and cursor."""
     config, counts, ring = setup.config, setup.counts, sequences.ring
     algo = config.algo
     device, wanted = ring.device, algo.priority
@@ -182,11 +173,8 @@ def sequence_role(
     ranked = RankedSequences(sequences, make_rule(wanted, ring, counts, algo.huber), algo.eta, target)
     every = target_updates(config, counts)
     state = ValueState(flat, old, make_optimizer(config, flat), Clock(device), every, ranked)
-    cursor, private = Cursor(ring.num_envs, device), norm.copy_to(device)
-    draw = SequenceDraw(algo.batch_size, cursor, private, ranked)
-    learner = Learner("v", state, kind.update, draw, algo, setup.generator("v"))
-    pulls = {"norm": private.frozen(), "rows": cursor.tensors()}
-    return Role(pulls, {"policy": [flat.data]}, learner, cursor)
+    draw = SequenceDraw(algo.batch_size, Cursor(ring.num_envs, device), norm.copy_to(device), ranked)
+    return replay_learner(setup, state, kind.update, draw)
 
 
 @dataclass
@@ -215,25 +203,25 @@ def make_recurrent_q_network(config: Config[R2d2Config], spec: EnvSpec) -> Recur
     return RecurrentQNetwork(source, algo.lstm, actions, layers, algo.dueling, algo.shared_grad)
 
 
-def r2d2_update(state: ValueState, inputs: R2d2Config, batch: Sequence, gen: Generator) -> Metrics:
+def r2d2_update(state: ValueState, batch: Sequence, settings: R2d2Config, gen: Generator) -> Metrics:
     """Take one step of Q(s, a) on every trained row of the sequences; update priorities. Mutates ``state`` only."""
     net, target_net = (cast(RecurrentQNetwork, n) for n in state.nets)
-    online_q = sequence_values(net, batch, inputs.burn_in)  # [S - burn_in, B, n]
+    online_q = sequence_values(net, batch, settings.burn_in)  # [S - burn_in, B, n]
     with torch.no_grad():
-        target_q = sequence_values(target_net, batch, inputs.burn_in)
-        best = (online_q if inputs.double else target_q).argmax(-1, keepdim=True)
+        target_q = sequence_values(target_net, batch, settings.burn_in)
+        best = (online_q if settings.double else target_q).argmax(-1, keepdim=True)
         ahead = target_q.gather(-1, best).squeeze(-1).gather(0, batch.successor)  # [L, B]
-        target = targets(batch.reward, batch.discount, ahead, inputs.rescale)
+        target = targets(batch.reward, batch.discount, ahead, settings.rescale)
     q = online_q[: target.shape[0]].gather(-1, batch.action.unsqueeze(-1)).squeeze(-1)
     error = target - q
-    total = (huber(error, inputs.huber) * loss_share(batch.mask, batch.weight)).sum()
+    total = (huber(error, settings.huber) * loss_share(batch.mask, batch.weight)).sum()
     state.optimizer.zero_grad()
     total.backward()
     norm = state.optimizer.step(mask=batch.mask)
     follow(state.target, state.q, state.clock, state.target_every)
     error, q = error.detach(), q.detach()
     assert state.priorities is not None
-    state.priorities.update(batch.index, mixed(error, batch.mask, inputs.eta), batch.mask.amax(0))
+    state.priorities.update(batch.index, mixed(error, batch.mask, settings.eta), batch.mask.amax(0))
     share = loss_share(batch.mask, torch.ones_like(batch.weight))
     return {
         "loss/critic": total.detach(),

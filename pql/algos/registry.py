@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -20,11 +20,10 @@ from pql.config.schema import A_co
 from pql.contract.env import EnvSpec, VecEnv
 from pql.contract.plugins import entry_points
 from pql.contract.registry import import_name
-from pql.data.replay import Cursor
 from pql.engine.flat import Flat
 from pql.engine.graph import Capture
 from pql.engine.schedule import Counts
-from pql.engine.worker import Learner
+from pql.engine.worker import Learner, Tensors
 from pql.errors import ConfigError
 
 BUILT_IN = {
@@ -78,29 +77,22 @@ class Setup(Generic[A_co]):
 
 
 @dataclass
-class Role:
-    """One worker's part of an algorithm: private tensors by the slot that fills them, and the tensors it publishes."""
-
-    pulls: dict[str, list[Tensor]]
-    owns: dict[str, list[Tensor]]
-    learner: Learner | None = None
-    cursor: Cursor | None = None
-
-
-@dataclass
 class Wiring:
     """Components that a family creates from a config and an environment; ``build`` adds workers, slots and a schedule.
 
     Attributes:
-        roles: by worker: learners, in the order in which the lockstep schedule runs them, then the collector.
+        pulls, publishes: the collector's tensors, by the slot that fills or publishes them.
+        learners: in the order in which the lockstep schedule runs them.
         policy: network that is evaluated and saved.
         gauges: 0-dim tensors for the log.
     """
 
     collector: Collector
-    roles: dict[str, Role]
+    pulls: Tensors
+    publishes: Tensors
+    learners: list[Learner]
     policy: Flat | nn.Module
-    gauges: dict[str, Tensor] = field(default_factory=dict)
+    gauges: dict[str, Tensor]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import Generator, Tensor, nn
 
 from pql.algos.builders import check_continuous, check_obs, make_normalizer
 from pql.algos.on_policy import check_room
-from pql.algos.registry import Family, Role, Setup, Wiring
+from pql.algos.registry import Family, Setup, Wiring
 from pql.collect.actors import StochasticActor
 from pql.collect.collector import Collector
 from pql.config import Config, ReppoConfig
@@ -92,10 +92,10 @@ class Evaluated(NamedTuple):
 # -- a tick's minibatches ---------------------------------------------------------------------------------------------
 
 
-def draw_reppo(state: ReppoState, settings: ReppoConfig, segment: Segment, gen: Generator) -> Iterator[ReppoMinibatch]:
+def draw_reppo(state: ReppoState, segment: Segment, settings: ReppoConfig, gen: Generator) -> Iterator[ReppoMinibatch]:
     """Yield a tick's minibatches: compute targets and embeddings once, then shuffle all rows in each epoch."""
-    begin_reppo_tick(state, settings, segment)
-    evaluated, rows = evaluate_segment(state, settings, segment, gen), segment.mask.shape[0]
+    begin_reppo_tick(state, segment, settings)
+    evaluated, rows = evaluate_segment(state, segment, settings, gen), segment.mask.shape[0]
     alpha = state.multipliers.log_alpha.detach().exp()
     row = segment.successor * segment.mask.shape[1] + torch.arange(segment.mask.shape[1], device=segment.mask.device)
     columns = {
@@ -115,7 +115,7 @@ def draw_reppo(state: ReppoState, settings: ReppoConfig, segment: Segment, gen: 
 
 
 @torch.no_grad()
-def begin_reppo_tick(state: ReppoState, settings: ReppoConfig, segment: Segment) -> None:
+def begin_reppo_tick(state: ReppoState, segment: Segment, settings: ReppoConfig) -> None:
     """Count the tick and set the annealed learning rates."""
     now = state.progress
     now.lost += segment.lost
@@ -127,7 +127,7 @@ def begin_reppo_tick(state: ReppoState, settings: ReppoConfig, segment: Segment)
 
 
 @torch.no_grad()
-def evaluate_segment(state: ReppoState, settings: ReppoConfig, segment: Segment, gen: Generator) -> Evaluated:
+def evaluate_segment(state: ReppoState, segment: Segment, settings: ReppoConfig, gen: Generator) -> Evaluated:
     """Draw an action for every observation of a segment and evaluate both. The weights are still those that acted."""
 
     def evaluate(obs: Obs) -> Tensor:  # rows [R, N, ...] -> [R, N, 2 + F]: value, log-probability, embedding
@@ -157,13 +157,13 @@ def soft_returns(settings: ReppoConfig, segment: Segment, evaluated: Evaluated, 
 # -- updates ----------------------------------------------------------------------------------------------------------
 
 
-def reppo_update(state: ReppoState, inputs: ReppoConfig, batch: ReppoMinibatch, gen: Generator) -> Metrics:
+def reppo_update(state: ReppoState, batch: ReppoMinibatch, settings: ReppoConfig, gen: Generator) -> Metrics:
     """Take one step of the critic, then one of policy and multipliers. Mutates ``state`` only."""
     share = batch.mask / batch.mask.sum().clamp(min=1)
-    return {**embedding_critic_step(state, inputs, batch, share), **policy_step(state, inputs, batch, share, gen)}
+    return {**embedding_critic_step(state, batch, settings, share), **policy_step(state, batch, settings, share, gen)}
 
 
-def embedding_critic_step(state: ReppoState, settings: ReppoConfig, batch: ReppoMinibatch, share: Tensor) -> Metrics:
+def embedding_critic_step(state: ReppoState, batch: ReppoMinibatch, settings: ReppoConfig, share: Tensor) -> Metrics:
     """Step on the cross-entropy to the target's histogram and the squared error of the predicted next embedding.
 
     Args:
@@ -188,7 +188,7 @@ def embedding_critic_step(state: ReppoState, settings: ReppoConfig, batch: Reppo
 
 
 def policy_step(
-    state: ReppoState, settings: ReppoConfig, batch: ReppoMinibatch, share: Tensor, gen: Generator
+    state: ReppoState, batch: ReppoMinibatch, settings: ReppoConfig, share: Tensor, gen: Generator
 ) -> Metrics:
     """Step on alpha log pi(a|s) - Q(s, a) in rows within the KL bound and on beta KL in the others; and, with both
     errors held constant, on alpha (entropy - target entropy) - beta (KL - bound).
@@ -312,15 +312,13 @@ def wire_reppo(setup: Setup[ReppoConfig]) -> Wiring:
     now = state.progress
 
     def draw(count: int, gen: Generator) -> Iterator[ReppoMinibatch]:
-        return draw_reppo(state, p, rollout.segment(), gen)
+        return draw_reppo(state, rollout.segment(), p, gen)
 
     gen, size = setup.generator("learner", "v"), sum(w.numel() for w in policy.parameters())
-    learner = Learner("learner", state, reppo_update, draw, p, gen, trains=("v", "p"), clock=now.ticks)
-    roles = {
-        "learner": Role(pulls={}, owns={"policy": [state.optimizer.flat.data[:size], now.ticks]}, learner=learner),
-        "collector": Role(pulls={"policy": [Flat(actor.policy).data, actor.version]}, owns={}),
-    }
-    return Wiring(collector, roles, policy, {"rollout/bootstrap_lost": now.lost})
+    publishes = {"policy": [state.optimizer.flat.data[:size], now.ticks]}
+    learner = Learner("learner", state, reppo_update, p, draw, gen, {}, publishes, trains=("v", "p"), clock=now.ticks)
+    pulls = {"policy": [Flat(actor.policy).data, actor.version]}
+    return Wiring(collector, pulls, {}, [learner], policy, {"rollout/bootstrap_lost": now.lost})
 
 
 FAMILY = Family(ReppoConfig, reppo_counts, check_reppo, wire_reppo, make_reppo_policy)

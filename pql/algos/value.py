@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from math import gcd
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Generator
 
 from pql.algos.builders import advice, make_normalizer, make_ring, ring_rows
-from pql.algos.registry import A, Family, Role, Setup, Wiring
+from pql.algos.registry import A, Family, Setup, Wiring
 from pql.collect.actors import EpsilonActor
 from pql.collect.collector import Collector
 from pql.collect.epsilon import STORED, Epsilon
@@ -31,13 +31,13 @@ from pql.data.replay import Cursor, Replay
 from pql.engine.flat import Flat
 from pql.engine.optim import Clock, Optimizer, RMSProp, make_adamw, make_lr_schedule
 from pql.engine.schedule import LONGEST_HORIZON, Counts
-from pql.engine.worker import Learner, State
+from pql.engine.worker import Learner, State, Tensors, Update
 from pql.errors import ConfigError
 from pql.nets.actor_critic import OwnBody
 from pql.nets.encoders import custom_network, groups_of, make_input, make_layers, read_specs
 from pql.nets.mlp import NetInput, seeded
 from pql.nets.q import QNetwork, QuantileNetwork
-from pql.types import Batch, Metrics, split
+from pql.types import Batch, split
 
 GATHERED = 16 << 20  # largest gather of observations for several batches, in bytes
 
@@ -66,12 +66,12 @@ class ValueBased:
     Attributes:
         settings: class of ``config.algo``.
         network: (config, spec) -> the network on the CPU.
-        update: (state, settings, batch, gen) -> metrics.
+        update: (state, batch, settings, gen) -> metrics.
     """
 
     settings: type[DqnConfig]
     network: Callable[[Config, EnvSpec], QNetwork]
-    update: Callable[[Any, Any, Batch, Generator], Metrics]
+    update: Update[Any, Batch, Any]
 
     def family(self) -> Family[DqnConfig]:
         """Return the entry for the algorithm registry."""
@@ -145,19 +145,25 @@ def wire_value_based(kind: ValueBased, setup: Setup[DqnConfig]) -> Wiring:
     epsilon = Epsilon(algo.epsilon, spec.num_envs, spec.device)
     actor = EpsilonActor(copy.deepcopy(net).to(spec.device), epsilon, spec, bool(stored_columns(config)))
     collector = Collector(setup.env, actor, norm, [ring], setup.generator("collector"), setup.capture)
-    value = value_role(kind, setup, net, norm, ring)
-    acts = Role(pulls={"policy": [Flat(actor.policy).data]}, owns={"norm": norm.frozen(), "rows": ring.live.tensors()})
-    assert value.cursor is not None
-    assert value.learner is not None
-    gauges = {"replay/bootstrap_lost": value.cursor.lost, "explore/epsilon": epsilon.mean}
-    state = cast(ValueState, value.learner.state)
+    return value_wiring(collector, ring, make_value_learner(kind, setup, net, norm, ring), epsilon)
+
+
+def value_wiring(collector: Collector, ring: Replay, learner: Learner, epsilon: Epsilon) -> Wiring:
+    """Return the wiring of a collector that fills ``ring`` and a V-learner whose state is a :class:`ValueState`."""
+    state = cast(ValueState, learner.state)
+    publishes = {"norm": collector.normalizer.frozen(), "rows": ring.live.tensors()}
+    gauges = {"explore/epsilon": epsilon.mean}
+    if learner.lost is not None:
+        gauges["replay/bootstrap_lost"] = learner.lost
     if state.priorities is not None:
         gauges["replay/beta"] = state.priorities.beta
-    return Wiring(collector, {"v": value, "collector": acts}, state.q, gauges)
+    return Wiring(collector, {"policy": [Flat(collector.actor.policy).data]}, publishes, [learner], state.q, gauges)
 
 
-def value_role(kind: ValueBased, setup: Setup[DqnConfig], net: QNetwork, norm: Normalizer, ring: Replay) -> Role:
-    """Create the V-learner: network and target, optional priorities, and private copies of normaliser and cursor."""
+def make_value_learner(
+    kind: ValueBased, setup: Setup[DqnConfig], net: QNetwork, norm: Normalizer, ring: Replay
+) -> Learner:
+    """Create the V-learner: network and target, optional priorities, and its copies of normaliser and cursor."""
     config, counts, device = setup.config, setup.counts, ring.device
     algo = config.algo
     net.amp = algo.amp  # of the learner's own networks; the collector has its copy
@@ -166,14 +172,28 @@ def value_role(kind: ValueBased, setup: Setup[DqnConfig], net: QNetwork, norm: N
     every = target_updates(config, counts)
     state = ValueState(flat, target, make_optimizer(config, flat), Clock(device), every, ranked)
     ring.constants(algo.n_step, algo.gamma)  # the copy to the device would stall the first tick
-    cursor, private = Cursor(ring.num_envs, device), norm.copy_to(device)
-    draw = TransitionDraw(algo, ring, cursor, private, ranked)
-    begin = rest = None
+    cursor, norm = Cursor(ring.num_envs, device), norm.copy_to(device)
+    draw = TransitionDraw(algo, ring, cursor, norm, ranked)
+    learner = replay_learner(setup, state, kind.update, draw)
     if ranked is not None:
-        begin, rest = partial(ranked.begin, cursor), partial(ranked.open, cursor, private.reward_scale)
-    learner = Learner("v", state, kind.update, draw, algo, setup.generator("v"), begin=begin, rest=rest)
-    pulls = {"norm": private.frozen(), "rows": cursor.tensors()}
-    return Role(pulls, {"policy": [flat.data]}, learner, cursor)
+        learner.begin, learner.rest = partial(ranked.begin, cursor), partial(ranked.open, cursor, norm.reward_scale)
+    return learner
+
+
+def replay_learner(setup: Setup[Any], state: ValueState, update: Update[Any, Any, Any], draw: "ReplayDraw") -> Learner:
+    """Return the V-learner that trains ``state`` on the batches of ``draw``."""
+    pulls, gen, cursor = {"norm": draw.norm.frozen(), "rows": draw.cursor.tensors()}, setup.generator("v"), draw.cursor
+    publishes: Tensors = {"policy": [state.q.data]}
+    return Learner("v", state, update, setup.config.algo, draw, gen, pulls, publishes, ("v",), cursor.lost)
+
+
+class ReplayDraw(Protocol):
+    """Draws batches from a replay, with the V-learner's copies of cursor and normaliser."""
+
+    cursor: Cursor
+    norm: Normalizer
+
+    def __call__(self, count: int, gen: Generator) -> Iterator[Any]: ...
 
 
 @dataclass

@@ -9,7 +9,7 @@ touches version v, which may still be read: the join of all workers between tick
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, fields
 from typing import Any, TypeVar
 
 import torch
@@ -74,15 +74,14 @@ class WeightSlot:
             t.copy_(state[k])
 
 
-def pulled() -> Any:
-    """Declare a field of a :class:`State` that holds a copy of what another worker publishes."""
-    return field(metadata={"pulled": True})
+PULLED = {"pulled": True}
+"""Metadata of the fields of a :class:`State` that hold copies of what other workers publish."""
 
 
 class State:
     """Base of the learners' state dataclasses: what an update changes, and copies of what other workers publish.
 
-    Its state_dict has the state_dict of every field that has one, except copies (:func:`pulled`); others are not saved.
+    Its state_dict has the state_dict of every field that has one, except copies (``PULLED``); others are not saved.
     """
 
     def own(self) -> dict[str, Any]:
@@ -107,9 +106,11 @@ class State:
             optimizer.connect(group)
 
 
-StateT, BatchT, SettingsT = TypeVar("StateT"), TypeVar("BatchT"), TypeVar("SettingsT")
+StateT = TypeVar("StateT")
+BatchT = TypeVar("BatchT")
+SettingsT = TypeVar("SettingsT")
 Update = Callable[[StateT, BatchT, SettingsT, Generator], Metrics]
-"""(state, batch, settings, gen) -> metrics, 0-dim tensors. It changes only ``state``; ``settings`` is ``config.algo``."""
+"""(state, batch, settings, gen) -> metrics, 0-dim. It changes only ``state``; ``settings`` is ``config.algo``."""
 
 Tensors = dict[str, list[Tensor]]
 """Tensors by the name of the slot that fills or publishes them."""

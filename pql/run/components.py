@@ -182,10 +182,7 @@ class Parts:
     def updates(self) -> dict[str, int]:
         """Updates so far of the critic ("v") and the policy ("p"); equal if one learner trains both."""
         jobs = [job for one in self.replicas for job in one.jobs.values()]
-        return {
-            what: sum(job.updates for job in jobs if what in job.learner.trains)
-            for what in ("v", "p")
-        }
+        return {what: sum(job.updates for job in jobs if what in job.learner.trains) for what in ("v", "p")}
 
     def busy(self) -> dict[str, float]:
         """Busy seconds so far by worker; mean over replicas."""

@@ -67,9 +67,9 @@ def test_the_learner_reads_the_rollout_of_the_tick_before(variant, monkeypatch):
     rollout, module = parts.first.collector.stores[0], ppo if variant == "appo" else impala
     begin_tick, seen = module.begin_ppo_tick, []
 
-    def spy(state, settings, segment):
+    def spy(state, segment, settings):
         seen.append(segment)
-        return begin_tick(state, settings, segment)
+        return begin_tick(state, segment, settings)
 
     monkeypatch.setattr(module, "begin_ppo_tick", spy)
     for _ in range(3):

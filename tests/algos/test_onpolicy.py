@@ -386,7 +386,7 @@ def test_a_lost_life_ends_returns_and_no_memory(lstm):
     assert segment.obs["policy"].dtype == torch.uint8
     assert bool(((segment.mask == 1) | ~lost).all())  # such rows are learned from
     assert bool((segment.goes_on[lost] == 0).all())
-    columns, _ = ppo.prepare(state, settings, segment)
+    columns, _ = ppo.prepare(state, segment, settings)
     reward = segment.reward[lost]  # the target of such a row is only its reward
     torch.testing.assert_close(columns["target"][lost], reward, atol=1e-5, rtol=0)
     (batch, *_) = learner.draw(parts.counts.updates["learner"], learner.gen)

@@ -31,9 +31,9 @@ class ReinforceConfig(StochasticConfig):
     minibatches: int = setting(1, "One update on the whole rollout.", low=1, high=1)
 
 
-def draw(state: PpoState, settings: ReinforceConfig, segment: Segment, gen: Generator) -> Iterator[dict[str, Any]]:
+def draw(state: PpoState, segment: Segment, settings: ReinforceConfig, gen: Generator) -> Iterator[dict[str, Any]]:
     """One batch: the rollout's rows, [T, N], with their returns."""
-    begin_ppo_tick(state, settings, segment)
+    begin_ppo_tick(state, segment, settings)
     rows = segment.mask.shape[0]
     with torch.no_grad():
         values = state.net.values(segment.obs)  # [T + 1 + K + 1, N]
