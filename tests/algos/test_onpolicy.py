@@ -380,7 +380,7 @@ def test_a_lost_life_ends_returns_and_no_memory(lstm):
     parts = ticks(start(compose(words), Inline()), 1)
     parts.first.workers["collector"].run(64)
     rollout, learner = parts.first.collector.stores[0], parts.first.learners["learner"]
-    segment, state, settings = rollout.segment(), learner.state, learner.inputs
+    segment, state, settings = rollout.segment(), learner.state, learner.settings
     lost = (segment.alive == 0) & ~segment.first
     assert lost.any()
     assert segment.obs["policy"].dtype == torch.uint8

@@ -143,7 +143,7 @@ def test_stored_values_are_those_of_the_network_that_learns(variant):
     segment, state = parts.first.collector.stores[0].segment(), parts.first.learners["learner"].state
     obs = {k: v[:8].flatten(0, 1) for k, v in segment.obs.items()}
     with torch.no_grad():
-        q = rollout_values(state.net, obs, parts.first.learners["learner"].inputs.amp)
+        q = rollout_values(state.net, obs, parts.first.learners["learner"].settings.amp)
     assert (q - segment.params.flatten(0, 1)).abs().max() < 1e-5
     greedy = segment.params.argmax(-1) == segment.action
     assert 0.1 < greedy.float().mean() < 1  # epsilon is at work

@@ -84,7 +84,7 @@ def test_an_update_follows_the_formulas_row_by_row(change):
     config = config_of({"burn_in": 5}, change)
     parts = run(config, ticks=9)
     learner = parts.first.learners["v"]
-    state, settings = learner.state, learner.inputs
+    state, settings = learner.state, learner.settings
     (batch,) = learner.draw(1, torch.Generator().manual_seed(1))
     net, target = state.nets
     losses, weights, priorities, cuts = 0.0, 0.0, [], 0

@@ -71,7 +71,7 @@ def trainers(*words, spec=SPEC):
     kind = family_of(config).wire.args[0]
     value = kind.value(config, copy.deepcopy(critic), copy.deepcopy(policy), CPU)
     improve = kind.improve(config, policy, critic, A, CPU)
-    for state in (value.state, improve.inputs):
+    for state in (value.state, improve.settings):
         if state.atoms is not None:
             state.atoms = state.atoms.double()
     for optimizer, net in ((value.state.optimizer, config.algo.critic), (improve.state.optimizer, config.algo.policy)):
@@ -86,13 +86,13 @@ def test_an_observation_that_follows_no_termination_is_not_read(preset):
     for known, replaced in itertools.product((False, True), (False, True)):
         _, value, _ = trainers(f"algo={preset}", "scale=cpu", *wide)
         noise, gen = torch.Generator().manual_seed(9), torch.Generator().manual_seed(4)
-        for weights in value.inputs.policy.parameters():  # some begin with heads of zeros
+        for weights in value.state.policy.parameters():  # some begin with heads of zeros
             weights.data.normal_(0, 0.5, generator=gen)
         for batch in itertools.islice(batches(gen), 3):
             goes_on, other = (batch.discount > 0).double(), torch.randn(B, D, generator=gen).double()
             shown = torch.where(goes_on.bool()[:, None] | (not replaced), batch.next_obs["policy"], other)
             given = batch._replace(followed=batch.mask if known else goes_on, next_obs={"policy": shown})
-            value.update(value.state, value.inputs, given, noise)
+            value.update(value.state, given, value.settings, noise)
         results.append(flatten(value.state.state_dict()))
     same = [all(torch.allclose(v, b[k], 0, 1e-9) for k, v in a.items()) for a, b in (results[:2], results[2:])]
     assert same == [True, False]
@@ -100,12 +100,12 @@ def test_an_observation_that_follows_no_termination_is_not_read(preset):
 
 def exchange(value, improve):
     """What a tick without concurrency passes between the learners."""
-    improve.inputs.critic.load_state_dict(value.state.critic.module.state_dict())
-    value.inputs.policy.load_state_dict(improve.state.policy.module.state_dict())
-    if getattr(improve.inputs, "log_alpha", None) is not None:
-        improve.inputs.log_alpha.copy_(value.state.log_alpha().detach())
-    elif hasattr(value.inputs, "log_alpha"):
-        value.inputs.log_alpha.copy_(improve.state.log_alpha().detach())
+    improve.state.critic.load_state_dict(value.state.critic.module.state_dict())
+    value.state.policy.load_state_dict(improve.state.policy.module.state_dict())
+    if getattr(improve.settings, "log_alpha", None) is not None:
+        improve.state.log_alpha.copy_(value.state.log_alpha.detach())
+    elif hasattr(value.settings, "log_alpha"):
+        value.state.log_alpha.copy_(improve.state.log_alpha.detach())
 
 
 def assert_equal_networks(ours: nn.Module, theirs: list[nn.Sequential]):
@@ -303,7 +303,7 @@ def test_fasttd3():
     for net in (value.state.critic, value.state.target):
         net.module.net[-1].weight.data.mul_(30)  # distributions of all shapes
     critics, targets = members(value.state.critic.module), members(value.state.target.module)
-    actor = copy.deepcopy(value.inputs.policy.net).requires_grad_(True)  # the policy at the start
+    actor = copy.deepcopy(value.state.policy.net).requires_grad_(True)  # the policy at the start
     critic_optim = torch.optim.AdamW([p for c in critics for p in c.parameters()], lr=3e-4, weight_decay=0.1)
     actor_optim = torch.optim.AdamW(actor.parameters(), lr=3e-4, weight_decay=0.1)
     atoms, changed = torch.linspace(-2, 2, 11).double(), 0
@@ -313,7 +313,7 @@ def test_fasttd3():
         torch.Generator().manual_seed(1),
     )
     for update, batch in enumerate(itertools.islice(batches(gen), UPDATES)):
-        metrics = value.update(value.state, value.inputs, batch, noise)
+        metrics = value.update(value.state, batch, value.settings, noise)
         with torch.no_grad():
             drawn = (torch.randn(B, A, generator=theirs) * 0.001).clamp(-0.5, 0.5)
             action = (torch.tanh(actor(batch.next_obs["policy"])) + drawn).clamp(-1, 1)
@@ -344,7 +344,7 @@ def test_fasttd3():
         exchange(value, improve)
         if update % 2:
             obs = ObsBatch(batch.obs, batch.mask, batch.weight)
-            metrics = improve.update(improve.state, improve.inputs, obs, noise)
+            metrics = improve.update(improve.state, obs, improve.settings, noise)
             x = torch.cat((batch.obs["policy"], torch.tanh(actor(batch.obs["policy"]))), 1)
             q = torch.stack([F.softmax(critic(x), -1) @ atoms for critic in critics])
             loss = -q.min(0).values.mean()
@@ -512,7 +512,7 @@ def test_gaussian_recipes(name):
     shape = {"clip": name == "xqc", "scale": (1.0, 4.0, 20.0) if name == "fastsac" else (1.0,)}
     critics = [separate(value.state.critic.module, e) for e in range(2)]
     targets = [separate(value.state.target.module, e) for e in range(2)]
-    actor = separate(value.inputs.policy)
+    actor = separate(value.state.policy)
     assert config.algo.alpha == first
     alpha = nn.Parameter(torch.tensor([first]).double().log())
     critic_optim = torch.optim.AdamW([p for c in critics for p in c.parameters()], 1.0, betas, weight_decay=decay)
@@ -532,7 +532,7 @@ def test_gaussian_recipes(name):
 
     exchange(value, improve)
     for update, batch in enumerate(itertools.islice(batches(gen), UPDATES)):
-        metrics = value.update(value.state, value.inputs, batch, noise)
+        metrics = value.update(value.state, batch, value.settings, noise)
         obs, ahead = batch.obs["policy"], batch.next_obs["policy"]
         now_alpha = alpha.detach().exp()
         with torch.no_grad():
@@ -585,7 +585,7 @@ def test_gaussian_recipes(name):
         exchange(value, improve)
         if update % every == every - 1:
             part = ObsBatch(batch.obs, batch.mask, batch.weight)
-            metrics = improve.update(improve.state, improve.inputs, part, noise)
+            metrics = improve.update(improve.state, part, improve.settings, noise)
             action, log_prob = sampled(set_mode(actor, batch_norm), obs, theirs, *span, **shape)
             x = torch.cat((obs, action), 1)
             outs = [set_mode(critic, False)(x) for critic in critics]
@@ -655,7 +655,7 @@ def entropies(*words, spec):
     exchange(value, improve)
     batch = next(batches(torch.Generator().manual_seed(5)))
     part = ObsBatch(batch.obs, batch.mask, batch.weight)
-    metrics = improve.update(improve.state, improve.inputs, part, torch.Generator().manual_seed(1))
+    metrics = improve.update(improve.state, part, improve.settings, torch.Generator().manual_seed(1))
     return metrics["policy/entropy"].item(), metrics["loss/policy"].item(), value.state
 
 
@@ -770,7 +770,7 @@ def test_squint():
     eye, old = eye_of(value.state.critic.module), eye_of(value.state.target.module)
     critics = [separate(value.state.critic.module, e) for e in range(2)]
     targets = [separate(value.state.target.module, e) for e in range(2)]
-    actor = separate(value.inputs.policy)
+    actor = separate(value.state.policy)
     alpha = nn.Parameter(torch.zeros(1).double())  # log(1)
     critic_optim = torch.optim.Adam([p for net in (eye, *critics) for p in net.parameters()], 3e-4)
     actor_optim, alpha_optim = torch.optim.Adam(actor.parameters(), 3e-4), torch.optim.Adam([alpha], 3e-4)
@@ -778,7 +778,7 @@ def test_squint():
     gen, noise, theirs = (torch.Generator().manual_seed(seed) for seed in (5, 1, 1))
     exchange(value, improve)
     for update, batch in enumerate(itertools.islice(image_batches(gen, shape), UPDATES)):
-        metrics = value.update(value.state, value.inputs, batch, noise)
+        metrics = value.update(value.state, batch, value.settings, noise)
         obs, ahead = batch.obs["policy"], batch.next_obs["policy"]
         with torch.no_grad():
             action, log_prob = sampled(actor, eye(ahead), theirs, -5, 2)
@@ -810,7 +810,7 @@ def test_squint():
         exchange(value, improve)
         if update % 4 == 3:
             part = ObsBatch(batch.obs, batch.mask, batch.weight)
-            metrics = improve.update(improve.state, improve.inputs, part, noise)
+            metrics = improve.update(improve.state, part, improve.settings, noise)
             seen = eye(obs).detach()
             action, log_prob = sampled(actor, seen, theirs, -5, 2)
             x = torch.cat((seen, action), 1)
@@ -829,7 +829,7 @@ def test_squint():
     for net, theirs in zip(nets, (eye, old, eye), strict=True):
         for p, q in zip(net.encoder.parameters(), theirs.parameters(), strict=True):
             torch.testing.assert_close(p.data, q.data, rtol=0, atol=1e-6)
-    assert value.state.log_alpha().item() == pytest.approx(alpha.item(), abs=1e-6)
+    assert value.state.log_alpha.item() == pytest.approx(alpha.item(), abs=1e-6)
 
 
 # -- documented differences --------------------------------------------------------------------------------------------
@@ -856,10 +856,10 @@ def test_xqcs_batch_norm_of_the_policy_moves_at_its_own_updates():
     assert value.state.joint
     batch = next(batches(torch.Generator().manual_seed(5)))
     for _ in range(3):
-        value.update(value.state, value.inputs, batch, torch.Generator())
+        value.update(value.state, batch, value.settings, torch.Generator())
     layer = improve.state.policy.module.net[0]
     assert torch.equal(layer.running_mean, torch.zeros_like(layer.running_mean))
-    improve.update(improve.state, improve.inputs, ObsBatch(batch.obs, batch.mask, batch.weight), torch.Generator())
+    improve.update(improve.state, ObsBatch(batch.obs, batch.mask, batch.weight), improve.settings, torch.Generator())
     seen = batch.obs["policy"]
     torch.testing.assert_close(layer.running_mean.flatten(), 0.01 * seen.mean(0))
     torch.testing.assert_close(layer.running_var.flatten(), 0.99 + 0.01 * seen.var(0, correction=1))

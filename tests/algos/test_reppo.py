@@ -78,7 +78,7 @@ def test_minibatches_hold_what_follows_each_row():
     parts.first.workers["collector"].run(8)
     learner, segment = parts.first.learners["learner"], parts.first.collector.stores[0].segment()
     state, gen = learner.state, Generator().manual_seed(5)
-    found = reppo.evaluate_segment(state, segment, replace(learner.inputs, minibatches=1), gen)
+    found = reppo.evaluate_segment(state, segment, replace(learner.settings, minibatches=1), gen)
     gen, checked = Generator().manual_seed(5), 0
     with torch.no_grad():
         mean, log_std = state.policy(segment.obs).chunk(2, -1)
@@ -93,8 +93,8 @@ def test_minibatches_hold_what_follows_each_row():
     before = learner.gen.get_state()
     batches = list(learner.draw(8, learner.gen))
     learner.gen.set_state(before)
-    found = reppo.evaluate_segment(state, segment, learner.inputs, learner.gen)
-    want = soft_rows(segment, found, reppo.soft_returns(learner.inputs, segment, found, torch.tensor(0.01)))
+    found = reppo.evaluate_segment(state, segment, learner.settings, learner.gen)
+    want = soft_rows(segment, found, reppo.soft_returns(learner.settings, segment, found, torch.tensor(0.01)))
     for epoch in (batches[:4], batches[4:]):
         got = {}
         for b in epoch:

@@ -72,7 +72,7 @@ def sequences_of(env, steps=60):
         batch = sequences.read(cursor, start[index].view(1), sequences.column(index).view(1))
         q, after = (r2d2.sequence_values(net, batch, sequences.burn_in) for net in learner.state.nets)
         ahead = after.gather(-1, q.argmax(-1, keepdim=True)).squeeze(-1).gather(0, batch.successor)
-        target = r2d2.targets(batch.reward, batch.discount, ahead, learner.inputs.rescale)
+        target = r2d2.targets(batch.reward, batch.discount, ahead, learner.settings.rescale)
         row = int(start[index])
         out[int(index) % N, row] = (batch.carry, batch.action, batch.mask, target * batch.mask)
     return out, cursor.head
