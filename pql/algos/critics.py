@@ -172,8 +172,7 @@ def value_state(
     Args:
         kind: class of the state.
     """
-    algo = config.algo
-    net, flat = algo.critic, Flat(critic, trained=True)
+    net, flat = config.algo.critic, Flat(critic, trained=True)
     return kind(
         critic=flat,
         target=Flat(copy.deepcopy(critic)),

@@ -215,13 +215,12 @@ def make_temperature(
 
 def sac_value_trainer(config: Config[SacConfig], critic: Critic, policy: nn.Module, device: torch.device) -> Trainer:
     """Create the V-learner's state and update."""
-    algo = config.algo
     state = value_state(SacCriticState, config, critic, device)
     state.log_reach = getattr(policy, "log_reach", 0.0)
     inputs = SacValueInputs(policy, torch.zeros(1, device=device))
     pulls: Tensors = {"policy": Flat(policy).tensors()}
     owns: Tensors = {"critic": state.critic.tensors()}
-    if algo.alpha_updates == "critic":
+    if config.algo.alpha_updates == "critic":
         owns["temperature"] = make_temperature(config, state, 1.0, device).tensors()
     else:
         pulls["temperature"] = [inputs.log_alpha]
