@@ -118,8 +118,7 @@ class OffPolicy(Generic[A]):
 
 def off_policy_counts(config: Config[ActorCriticConfig]) -> Counts:
     """Return the smallest tick with whole numbers of steps and updates."""
-    algo = config.algo
-    return tick_counts(algo.v_per_step, algo.p_per_v)
+    return tick_counts(config.algo.v_per_step, config.algo.p_per_v)
 
 
 def check_off_policy(config: Config[ActorCriticConfig], spec: EnvSpec, counts: Counts, device: torch.device) -> int:
@@ -322,6 +321,5 @@ def make_noisy_actor(
     kind: OffPolicy, config: Config[ActorCriticConfig], spec: EnvSpec, policy: nn.Module
 ) -> NoisyActor:
     """Create the collector's actor: a copy of the policy with exploration noise."""
-    explore = config.algo.explore
-    noise = Exploration(explore, spec.num_envs, cast(Box, spec.action).size, spec.device)
+    noise = Exploration(config.algo.explore, spec.num_envs, cast(Box, spec.action).size, spec.device)
     return NoisyActor(copy.deepcopy(policy).to(spec.device), kind.act, noise, spec)

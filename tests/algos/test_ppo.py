@@ -238,7 +238,7 @@ def test_a_policy_that_went_too_far_stays_for_the_rest_of_the_tick():
     assert out["policy/updates_kept"] == 0
     parts.first.slots["policy"].publish()
     parts.first.workers["collector"].run(8)
-    ppo.ppo_update(learner.state, next(iter(learner.draw(12, learner.settings, learner.gen))), learner.gen)
+    ppo.ppo_update(learner.state, next(iter(learner.draw(12, learner.gen))), learner.settings, learner.gen)
     assert not torch.equal(weights, learner.state.optimizer.flat.data)  # the next tick starts afresh
 
 

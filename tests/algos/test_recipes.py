@@ -8,6 +8,7 @@ import operator
 import re
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -62,16 +63,26 @@ def batches(gen):
         yield Batch(obs, action, reward, discount, next_obs, one, one, torch.arange(B), one)
 
 
-def trainers(*words, spec=SPEC):
-    """The config, and the V- and the P-learner's trainers in float64, each with its copy of the other's network."""
+class NoDraw:
+    """Takes the place of a learner's draw: these tests pass their own batches."""
+
+    replay = SimpleNamespace(device=CPU)
+
+    def learner(self, setup, state, update, pulls, publishes):
+        return SimpleNamespace(state=state, update=update, settings=setup.config.algo)
+
+
+def learners(*words, spec=SPEC):
+    """The config, and the V- and the P-learner in float64, each with its copy of the other's network."""
     sizes = [] if any("hidden" in word for word in words) else ["algo.critic.hidden=[7,6]", "algo.policy.hidden=[7,6]"]
     config = compose(["task=pendulum", "device=cpu", *words, *sizes])
     policy, critic = (net.double() for net in make_networks(config, spec, 3))
     lend_encoder(critic, policy)
     kind = family_of(config).wire.args[0]
-    value = kind.value(config, copy.deepcopy(critic), copy.deepcopy(policy), CPU)
-    improve = kind.improve(config, policy, critic, A, CPU)
-    for state in (value.state, improve.settings):
+    setup = SimpleNamespace(config=config, spec=spec)
+    value = kind.value_learner(setup, copy.deepcopy(critic), copy.deepcopy(policy), NoDraw())
+    improve = kind.policy_learner(setup, policy, critic, NoDraw())
+    for state in (value.state, improve.state):
         if state.atoms is not None:
             state.atoms = state.atoms.double()
     for optimizer, net in ((value.state.optimizer, config.algo.critic), (improve.state.optimizer, config.algo.policy)):
@@ -84,7 +95,7 @@ def test_an_observation_that_follows_no_termination_is_not_read(preset):
     """The simulator did not return it, so temperature and BatchNorm leave such rows out."""
     wide, results = ("algo.critic.hidden=[8,8]", "algo.policy.hidden=[8,8]"), []
     for known, replaced in itertools.product((False, True), (False, True)):
-        _, value, _ = trainers(f"algo={preset}", "scale=cpu", *wide)
+        _, value, _ = learners(f"algo={preset}", "scale=cpu", *wide)
         noise, gen = torch.Generator().manual_seed(9), torch.Generator().manual_seed(4)
         for weights in value.state.policy.parameters():  # some begin with heads of zeros
             weights.data.normal_(0, 0.5, generator=gen)
@@ -102,10 +113,10 @@ def exchange(value, improve):
     """What a tick without concurrency passes between the learners."""
     improve.state.critic.load_state_dict(value.state.critic.module.state_dict())
     value.state.policy.load_state_dict(improve.state.policy.module.state_dict())
-    if getattr(improve.settings, "log_alpha", None) is not None:
-        improve.state.log_alpha.copy_(value.state.log_alpha.detach())
-    elif hasattr(value.settings, "log_alpha"):
-        value.state.log_alpha.copy_(improve.state.log_alpha.detach())
+    if hasattr(value.state, "log_alpha"):
+        here, there = value.state, improve.state
+        learned, copied = (there, here) if here.temperature is None else (here, there)
+        copied.log_alpha.copy_(learned.log_alpha.detach())
 
 
 def assert_equal_networks(ours: nn.Module, theirs: list[nn.Sequential]):
@@ -291,7 +302,7 @@ def test_fasttd3():
     """Two critic updates to one of the policy; targets of the head whose projection has the lower mean, from the
     current policy."""
     narrow = ("algo.critic.v_min=-2", "algo.critic.v_max=2")  # so that targets leave the support
-    config, value, improve = trainers("algo=fasttd3", "algo.critic.atoms=11", *narrow)
+    config, value, improve = learners("algo=fasttd3", "algo.critic.atoms=11", *narrow)
     algo = config.algo
     assert (algo.smoothing, algo.smoothing_clip, algo.critic.tau, algo.v_per_step, algo.p_per_v) == (
         1e-3,
@@ -508,7 +519,7 @@ def test_gaussian_recipes(name):
     residual = name in ("flashsac", "simba_sac")
     hidden = ("algo.critic.hidden=[6]", "algo.policy.hidden=[4]") if residual else ()
     horizon = ["algo.lr_updates=40"] if name in ("flashsac", "xqc") else []
-    config, value, improve = trainers(f"algo={name}", *words, *hidden, *horizon, spec=JOINTS)
+    config, value, improve = learners(f"algo={name}", *words, *hidden, *horizon, spec=JOINTS)
     shape = {"clip": name == "xqc", "scale": (1.0, 4.0, 20.0) if name == "fastsac" else (1.0,)}
     critics = [separate(value.state.critic.module, e) for e in range(2)]
     targets = [separate(value.state.target.module, e) for e in range(2)]
@@ -637,7 +648,7 @@ def assert_same(ours: nn.Module, theirs: list[nn.Sequential], statistics: bool =
     [("flashsac", (1.5e-4, 2.25e-4)), ("xqc", (3e-5, 2.1e-4))],  # after all updates: half, or a third, are the policy's
 )
 def test_learning_rates_at_the_end_of_a_run(preset, ends):
-    config, value, improve = trainers(f"algo={preset}", "scale=gpu", "algo.amp=false", "algo.critic.hidden=[4]")
+    config, value, improve = learners(f"algo={preset}", "scale=gpu", "algo.amp=false", "algo.critic.hidden=[4]")
     critic, policy = value.state.optimizer, improve.state.optimizer
     total = torch.tensor(float(config.algo.lr_updates))
     own = total * config.algo.p_per_v
@@ -651,7 +662,7 @@ def test_learning_rates_at_the_end_of_a_run(preset, ends):
 
 def entropies(*words, spec):
     """Entropy and loss of the policy's first update of FastSAC, whose heads are zero: sigma is exp(-2.5)."""
-    _, value, improve = trainers("algo=fastsac", *words, spec=spec)
+    _, value, improve = learners("algo=fastsac", *words, spec=spec)
     exchange(value, improve)
     batch = next(batches(torch.Generator().manual_seed(5)))
     part = ObsBatch(batch.obs, batch.mask, batch.weight)
@@ -762,7 +773,7 @@ def test_squint():
     shape = (3, 20, 24)
     spec = EnvSpec("made up", 8, {"policy": ObsSpec(shape)}, Box(A), CPU)
     small = ("algo.encoder.size=10", "algo.encoder.channels=[4,6]", "algo.encoder.features=5")
-    config, value, improve = trainers(
+    config, value, improve = learners(
         "algo=squint", "scale=gpu", "algo.amp=false", *small, "algo.critic.atoms=11", spec=spec
     )
     algo = config.algo
@@ -852,7 +863,7 @@ def test_the_return_at_an_episodes_end_differs_from_flashsacs():
 
 def test_xqcs_batch_norm_of_the_policy_moves_at_its_own_updates():
     """Theirs moves at each critic update, three times as often, by 1 % of the biased variance."""
-    _, value, improve = trainers("algo=xqc")
+    _, value, improve = learners("algo=xqc")
     assert value.state.joint
     batch = next(batches(torch.Generator().manual_seed(5)))
     for _ in range(3):

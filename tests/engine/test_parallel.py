@@ -378,7 +378,7 @@ def on_policy(setting: str) -> dict[str, dict[str, Tensor]]:
             state.connect(group())
         reported = []
         for _ in range(3):
-            for batch in ppo.draw_ppo(state, learner.settings, part, torch.Generator().manual_seed(1)):
+            for batch in ppo.draw_ppo(state, part, learner.settings, torch.Generator().manual_seed(1)):
                 metrics = ppo.ppo_update(state, batch, learner.settings, torch.Generator())
                 reported.append([metrics[f"policy/{k}"].clone() for k in ("lr", "updates_kept", "kl")])
         lrs, kept, kls = (torch.stack(column) for column in zip(*reported, strict=True))

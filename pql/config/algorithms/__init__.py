@@ -4,35 +4,15 @@ A record also declares the properties of its family that validation, reports and
 not import torch: the command line checks settings before it loads torch.
 """
 
-from pql.config.algorithms.actor_critics import ActorCriticConfig, DdpgConfig, SacConfig
-from pql.config.algorithms.base import AlgoConfig, ReplayAlgoConfig
-from pql.config.algorithms.rollouts import (
-    ImpalaConfig,
-    PpoConfig,
-    PqnConfig,
-    ReppoConfig,
-    RolloutAlgoConfig,
-    StochasticConfig,
-)
-from pql.config.algorithms.values import DqnConfig, DuelingConfig, R2d2Config
-
-__all__ = [
-    "RECORDS",
-    "ActorCriticConfig",
-    "AlgoConfig",
-    "DdpgConfig",
-    "DqnConfig",
-    "DuelingConfig",
-    "ImpalaConfig",
-    "PpoConfig",
-    "PqnConfig",
-    "R2d2Config",
-    "ReplayAlgoConfig",
-    "ReppoConfig",
-    "RolloutAlgoConfig",
-    "SacConfig",
-    "StochasticConfig",
-]
+from pql.config.algorithms.actor_critics import ActorCriticConfig as ActorCriticConfig
+from pql.config.algorithms.actor_critics import DdpgConfig, SacConfig
+from pql.config.algorithms.base import AlgoConfig
+from pql.config.algorithms.base import ReplayAlgoConfig as ReplayAlgoConfig
+from pql.config.algorithms.rollouts import ImpalaConfig, PpoConfig, PqnConfig, ReppoConfig
+from pql.config.algorithms.rollouts import RolloutAlgoConfig as RolloutAlgoConfig
+from pql.config.algorithms.rollouts import StochasticConfig as StochasticConfig
+from pql.config.algorithms.values import DqnConfig, R2d2Config
+from pql.config.algorithms.values import DuelingConfig as DuelingConfig
 
 RECORDS: dict[str, type[AlgoConfig]] = {
     record.family: record

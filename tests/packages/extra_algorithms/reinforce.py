@@ -42,7 +42,7 @@ def draw(state: PpoState, segment: Segment, settings: ReinforceConfig, gen: Gene
     yield {"obs": obs, "action": segment.action, "target": target, "baseline": values[:rows], "mask": segment.mask}
 
 
-def update(state: PpoState, settings: ReinforceConfig, batch: dict[str, Any], gen: Generator) -> Metrics:
+def update(state: PpoState, batch: dict[str, Any], settings: ReinforceConfig, gen: Generator) -> Metrics:
     """One step on -E[(G - b) log pi] + value_coef E[(G - b)^2]."""
     params, value = state.net(batch["obs"])
     share = batch["mask"] / batch["mask"].sum().clamp(min=1)
