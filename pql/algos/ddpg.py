@@ -120,6 +120,7 @@ def ddpg_policy_learner(setup: Setup[DdpgConfig], policy: nn.Module, critic: Cri
     return draw.learner(setup, state, ddpg_policy_update, {"critic": Flat(critic).tensors()}, publishes)
 
 
-FAMILY = OffPolicy(
-    DdpgConfig, deterministic_policy, deterministic_action, ddpg_value_learner, ddpg_policy_learner
-).family()
+DDPG = OffPolicy(DdpgConfig, deterministic_policy, deterministic_action, ddpg_value_learner, ddpg_policy_learner)
+"""Algorithms that change a part of it, or have more settings, are made by ``dataclasses.replace``."""
+
+FAMILY = DDPG.family()

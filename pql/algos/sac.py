@@ -204,13 +204,8 @@ def temperature_fields(
         flat, log_alpha = Flat(module, trained=True), module.log_alpha
         optimizer = AdamW(flat, algo.alpha_lr, betas=(algo.policy.beta1, algo.policy.beta2))
         optimizer.schedule = make_lr_schedule(algo, algo.clocked(per_update))
-    reach = log_reach(setup.config, setup.spec)
-    return {
-        "log_alpha": log_alpha,
-        "temperature": flat,
-        "temperature_optimizer": optimizer,
-        "log_reach": reach,
-    }
+    names = ("log_alpha", "temperature", "temperature_optimizer", "log_reach")
+    return dict(zip(names, (log_alpha, flat, optimizer, log_reach(setup.config, setup.spec)), strict=True))
 
 
 def exchange_temperature(state: TemperatureState, pulls: Tensors, publishes: Tensors) -> None:
