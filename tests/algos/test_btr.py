@@ -171,7 +171,7 @@ def test_twenty_updates_are_those_of_the_recipe():
     made, norms = batches(torch.Generator().manual_seed(5)), []
     for _ in range(UPDATES):
         batch = next(made)
-        metrics = dqn_update(state, settings, batch, ours)
+        metrics = dqn_update(state, batch, settings, ours)
         loss, norm, priorities = reference.learn(batch, theirs)
         assert metrics["loss/critic"].item() == pytest.approx(loss, rel=1e-7)
         assert metrics["grad_norm/critic"].item() == pytest.approx(norm, rel=1e-7)

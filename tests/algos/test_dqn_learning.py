@@ -54,7 +54,7 @@ def error_of_quantiles(seed):
         action = torch.randint(3, (64,), generator=gen)
         reward = action + torch.rand(64, generator=gen)
         state.optimizer.lr.fill_(3e-3 * (1 - update / 1000))
-        dqn_update(state, settings, Batch(obs, action, reward, 0 * one, obs, one, one, torch.arange(64), one), gen)
+        dqn_update(state, Batch(obs, action, reward, 0 * one, obs, one, one, torch.arange(64), one), settings, gen)
     tau = torch.tensor([[0.1, 0.3, 0.5, 0.7, 0.9]])
     want = torch.arange(3.0).unsqueeze(-1) + tau
     return (net({"policy": torch.ones(1, 1)}, tau)[0] - want).abs().max().item()

@@ -140,7 +140,7 @@ def fresh(*changes):
 
 
 def gradient(learner, batch, settings):
-    impala.impala_update(learner.state, settings, batch, Generator().manual_seed(0))
+    impala.impala_update(learner.state, batch, settings, Generator().manual_seed(0))
     return learner.state.optimizer.flat.data.grad.clone()
 
 

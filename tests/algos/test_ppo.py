@@ -191,7 +191,7 @@ def test_a_whole_update_by_hand():
     )
     with torch.no_grad():
         params, value = state.net(batch.obs)
-    out = ppo.ppo_update(state, settings, batch, Generator())
+    out = ppo.ppo_update(state, batch, settings, Generator())
     log_p = [-0.5 * (a - params[0, 0].item()) ** 2 - 0.5 * math.log(2 * math.pi) for a in (0.5, -1.0)]  # std 1
     ratio = [math.exp(lp + 1) for lp in log_p]
     gain = [min(r * a, min(max(r, 0.8), 1.2) * a) for r, a in zip(ratio, (1.0, -2.0), strict=True)]

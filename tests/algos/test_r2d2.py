@@ -108,7 +108,7 @@ def test_an_update_follows_the_formulas_row_by_row(change):
     assert cuts > 0  # time limits: values of true final observations
     seen = {}
     state.priorities.update = lambda index, priority, mask: seen.update(index=index, priority=priority, mask=mask)
-    metrics = r2d2.r2d2_update(state, settings, batch, learner.gen)
+    metrics = r2d2.r2d2_update(state, batch, settings, learner.gen)
     assert metrics["loss/critic"].item() == pytest.approx(losses / weights, rel=1e-4)
     assert seen["priority"].tolist() == pytest.approx(priorities, rel=1e-4, abs=1e-6)
     assert torch.equal(seen["index"], batch.index)
@@ -178,7 +178,7 @@ def test_the_learner_sees_the_values_that_the_actor_saw():
     parts = start(config_of(fixed), Inline())
     parts.first.collector.run(43)
     learner = parts.first.learners["v"]
-    cursor = parts.first.cursors["v"]
+    cursor = parts.first.learners["v"].draw.cursor
     for mine, live in zip(cursor.tensors(), parts.first.collector.replays[0].live.tensors(), strict=True):
         mine.copy_(live)
     ranked = learner.state.priorities
