@@ -20,9 +20,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import _bench
 import pytest
 import torch
+
+from tools.bench import common
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "support"))
@@ -122,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     table, forms = rows(runs), form_rows(runs)
     print("\n".join(table))
     if args.page:
-        head = HEAD.format(date=time.strftime("%Y-%m-%d"), machine=_bench.machine(), effort=effort(runs), gpu=gpu())
+        head = HEAD.format(date=time.strftime("%Y-%m-%d"), machine=common.machine(), effort=effort(runs), gpu=gpu())
         body = "\n".join(table[2:]) + "\n" + notes() + FORMS + "\n".join(forms) + "\n" + FOUND
         Path(args.page).write_text(head + body)
     failed = [run for run in runs if run["outcome"] == "failed"]
