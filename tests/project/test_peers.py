@@ -87,9 +87,9 @@ def test_rows_and_tables(report):
 
 
 def test_the_zoos_settings_scale_with_the_rollout(tool):  # noqa: F811
-    peers = tool("peers.contenders")
-    for task, zoo in peers.ZOO.items():
-        found = peers.sb3_theirs(task)
+    settings = tool("peers.settings")
+    for task, zoo in ((task, found["model"]) for task, found in settings.THEIRS["sb3:ppo"].items()):
+        found = settings.theirs("sb3:ppo", task)
         rollout = found["num_envs"] * found["model"]["n_steps"]
         assert rollout / found["model"]["batch_size"] == 512 / zoo["batch_size"]
         assert found["model"]["learning_rate"] / zoo["learning_rate"] == pytest.approx(rollout / 512)
@@ -314,7 +314,7 @@ def test_our_sizes_in_their_names(tool):  # noqa: F811
         compose(["task=hopper", "algo=ppo", "device=cpu"]),
     )
     rows = config.num_envs * config.algo.horizon
-    theirs, sb3 = peers.rsl_rl_ours("hopper"), peers.sb3_ours("hopper")
+    theirs, sb3 = (peers.contender(f"{name}:ppo-ours").settings("hopper") for name in ("rsl_rl", "sb3"))
     assert theirs["num_envs"] * theirs["num_steps_per_env"] == sb3["num_envs"] * sb3["model"]["n_steps"] == rows
     assert theirs["algorithm"]["num_mini_batches"] == rows / sb3["model"]["batch_size"] == config.algo.minibatches
     assert theirs["actor"]["hidden_dims"] == sb3["policy"]["net_arch"]["pi"] == config.algo.policy.hidden

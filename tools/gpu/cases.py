@@ -331,17 +331,17 @@ def peer_cases(args: Any) -> list[Case]:
 
 def rsl_rl_rows(args: Any) -> Found:
     """Measure env-steps/s of our PPO and of rsl_rl's with our sizes, acting and learning, on the same environments."""
-    need("rsl_rl")
+    need("rsl_rl", "yaml")
     from rsl_rl.runners import OnPolicyRunner
 
     import pql
-    from tools.peers.contenders import rsl_rl_sizes
+    from tools.peers.settings import rsl_rl_ppo
 
     n, few, device = 8 if args.smoke else 4096, 1 if args.smoke else 50, torch.device(args.device)
     config = make_config(args, n, algo=PPO)
     env = pql.wrap.rsl_rl(make_env(config.task.name, n, args.device), seed=0)
     runner, ours = (
-        OnPolicyRunner(env, rsl_rl_sizes(config), log_dir=None, device=args.device),
+        OnPolicyRunner(env, rsl_rl_ppo(config), log_dir=None, device=args.device),
         ready(config, config.algo.schedule, True),
     )
     amount = ours.counts.horizon * n

@@ -8,24 +8,17 @@ Its result then depends only on the seed and the number of steps, so only the sh
 own sampling slows down as its replay fills; it then gets more steps than its time allows.)
 
 The deterministic policy is evaluated with this library's code, at the end and, with ``--points``, at equal parts of the
-budget: 16 episodes on separate environments, the same for all contenders, outside the training time. Each evaluation
-has its seconds, env steps and updates; the tables by seconds and by env steps interpolate linearly between them.
+budget: 16 episodes on separate environments, the same for all contenders, outside the training time. The tables by
+seconds and by env steps interpolate linearly between evaluations.
 
-A finished run is appended to a JSON-lines file and skipped next time, so the benchmark can be interrupted and resumed.
-A run with other settings, another budget or other points is repeated (but not one of older code: begin a new file for
-that). The order (seeds, tasks, contenders) spreads a slow hour over all contenders. ``contenders.py`` and
-``off_policy.py`` have the settings and their sources.
-
-Once the rates are known, several processes may share the file; give each its own ``--tasks`` and ``--seeds``.
-The committed table (90 runs; extras mujoco and peers):
-
-    python tools/peers/compare.py --by-steps --seconds 60 --runs docs/results/json/peers-runs.jsonl \\
-        --json docs/results/json/peers.json
+A finished run is appended to a JSON-lines file (``--runs``) and skipped next time. A run with other settings, another
+budget or other points is repeated, but not one of older code: begin a new file for that. Several processes may share
+the file once the rates are known, each with its own ``--tasks`` and ``--seeds``.
 
 Contenders are those of ``contenders.py``, groups of them (on-policy, the default, and off-policy), and ``pql:PRESET``
 for any of our presets, also with other settings: ``"pql:pql2 algo.v_per_step=32"``. rl_games, skrl and sbx have an
-environment of their own (``make peers``); ``--python`` names its interpreter. ``--table`` prints the file's runs
-without running anything. The exit status is 1 if a run failed or a contender could not be set up; the others still run.
+environment of their own (``make peers``); ``--python`` names its interpreter. The exit status is 1 if a run failed or a
+contender could not be set up; the others still run.
 """
 
 import argparse
@@ -48,9 +41,10 @@ from pql.errors import ConfigError
 from pql.run.evaluation import run_episodes
 from tools.bench import common
 from tools.peers.contenders import CONTENDERS, GROUPS, contender
-from tools.peers.course import Act, Budget, Course, Point, Settings
+from tools.peers.course import Act, Budget, Course, Point
 from tools.peers.picture import draw
 from tools.peers.report import curve_tables, rows_of, tables
+from tools.peers.settings import Settings
 
 Run = dict[str, Any]
 FACTS = ("kind", "contender", "task", "seed", "budget", "budget_steps", "points", "settings")
@@ -292,7 +286,7 @@ def named(words: Sequence[str]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.options(__doc__)
     parser.add_argument("--seconds", type=float, default=240, help="training time of every run")
     parser.add_argument("--by-steps", action="store_true", help="measure rates first, then train for that many steps")
     parser.add_argument("--rate-runs", type=int, default=RATE_RUNS, help="short runs per contender and task")
@@ -304,8 +298,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--python", default=sys.executable, help="interpreter of the runs: that of make peers")
     parser.add_argument("--runs", metavar="PATH", help="JSON-lines file of finished runs: resumed from, appended to")
     parser.add_argument("--table", action="store_true", help="print the table of the finished runs; run nothing")
-    parser.add_argument("--smoke", action="store_true", help="tiny and in this process, to test the script itself")
-    parser.add_argument("--json", metavar="PATH")
     parser.add_argument("--pictures", metavar="DIR", help="with --points: curves by seconds and env steps (matplotlib)")
     parser.add_argument("--steps", type=int, help="env steps of every run, instead of --seconds")
     parser.add_argument("--kind", default="run", help="of a run, with --one")

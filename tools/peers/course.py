@@ -12,7 +12,6 @@ from torch import Tensor
 
 from pql.types import Obs
 
-Settings = dict[str, Any]
 Act = Callable[[Obs], Tensor]  # a deterministic policy: obs by group [N, D] -> action [N, A]
 Point = dict[str, Any]
 FOREVER = 10**9  # steps, for libraries that want a number: the course ends a run

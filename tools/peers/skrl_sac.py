@@ -11,7 +11,8 @@ import pql
 from pql.contract.env import Box, VecEnv
 from pql.types import Obs
 from pql.wrap.rows import SameStep
-from tools.peers.course import FOREVER, Act, Course, Over, Settings
+from tools.peers.course import FOREVER, Act, Course, Over
+from tools.peers.settings import Settings
 
 
 class SkrlEnv:
