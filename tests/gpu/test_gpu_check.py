@@ -14,12 +14,11 @@ from pql.algos.registry import family_of
 from pql.config.validate import validate
 from pql.run.build import _check
 from pql.run.task import describe_env
-from tools.bench import atari
 from tools.gpu import cases as gpu_cases
 from tools.gpu import check as gpu_check
 
 ROOT = Path(__file__).parents[2]
-PARTS = ("env", "tests", "pql", "update", "envs", "learn", "peers", "bench", "warp", "long")
+PARTS = ("env", "tests", "pql", "update", "envs", "learn", "peers", "long")
 REAL = gpu_check.parse([])
 
 
@@ -166,7 +165,7 @@ BARE = """
 import sys
 class Absent:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("hydra", "omegaconf", "rich", "mujoco_warp", "ale_py", "rsl_rl"):
+        if name.partition(".")[0] in ("hydra", "omegaconf", "rich", "mujoco_warp", "rsl_rl"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Absent())
 import importlib.util
@@ -199,7 +198,7 @@ def test_it_runs_without_hydra_and_reports(tmp_path):
         ("pql", "host per tick"),
         ("pql", "n=8 graphs off: kernels per critic update"),
         ("pql", "worker orders with other bits"),
-        ("bench", "catch DQN n=8 graphs off: kernels per critic update"),
+        ("pql", "dqn n=8 graphs off: kernels per critic update"),
         ("update", "pql_d: critic / matmuls"),
         ("envs", "pendulum n=8: captured / eager"),
         ("learn", "last return"),
@@ -209,7 +208,6 @@ def test_it_runs_without_hydra_and_reports(tmp_path):
     (one, other) = (found["long"][k]["notes"][-1] for k in ("first", "second"))
     assert one == other
     assert one.startswith("sha256")
-    assert {case["status"] for case in found["warp"].values()} == {"missing"}
     assert all(one["value"] == 0 for one in rows if "rules broken" in one["name"] or "other bits" in one["name"])
 
 
@@ -236,14 +234,3 @@ def test_pytest_is_asked_for_marked_tests_by_several_processes_where_it_can(monk
     assert {"test_gpu.py", "test_gpu_dqn.py", "test_gpu_r2d2.py", "test_gpu_atari.py", "test_mujoco_warp.py"} <= {
         f.name for f in gpu_cases.test_files()
     }
-
-
-def test_the_atari_benchmark_is_asked_as_its_own_command_line_does(monkeypatch, capsys):
-    asked = []
-    monkeypatch.setitem(atari.CASES, "memory", lambda args: asked.append(vars(args)) or [])
-    atari.main(["--smoke", "--cases", "memory"])
-    (own,) = asked
-    capsys.readouterr()
-    args = gpu_check.parse(["--smoke", "--device", "cpu"])
-    args.rounds, args.seconds = own["rounds"], own["seconds"]
-    assert vars(gpu_cases.atari_arguments(args)) == {k: v for k, v in own.items() if k not in ("cases", "json")}

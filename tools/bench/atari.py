@@ -1,8 +1,5 @@
 """Atari: speed of sampling, learning and both together, compared with their bounds and with Stable-Baselines3.
 
-python tools/bench/atari.py [--cases sampling learning training memory] [--game pong] [--num-envs 64] [--threads N]
-                            [--device cpu] [--rounds 7] [--seconds 2] [--smoke] [--json PATH]
-
 Set GOMP_SPINCOUNT=10000 as ``pql`` does for its processes; this script loads torch before ``pql``.
 
 The network is from Mnih et al. 2015; frames are the console's, four per action. Everything runs in turn, in one
@@ -12,14 +9,12 @@ sampling  ``serial`` and ``halves`` are the collector with one and with two grou
           writing to a replay. Their bound is ``raw stepping`` (only ale_py's AtariVectorEnv, random actions, as many
           threads) followed by ``bare forward`` (the network's convolutions and matrix products, as many intra-op
           threads); on CUDA only raw stepping, since the device computes concurrently. The goal is at least .9.
-learning  One DQN update on a batch sampled before, and one including sampling (``burst``), compared with the bare
-          convolutions and matrix products of the update: target network forward, network forward and backward; on
-          CUDA captured in a graph, as a burst is, while ``update`` is launched by the host. In microseconds; the goal
-          is a ratio of at most 1.25 (.8 of the speed).
+learning  Microseconds of a DQN update on a batch sampled before (``update``), and of one with sampling (``burst``),
+          over those of its convolutions and matrix products: target network forward, network forward and backward; on
+          CUDA captured in a graph, as a burst is. The goal is at most 1.25.
 training  Frames/s of DQN, acting and learning, each row used eight times: 32 environments, batches of 32, 8 updates
-          per step. Compared with Stable-Baselines3's DQN with the same network, optimiser, batch and number of updates:
-          on the same AtariVectorEnv (``vector``), and on its usual stack (``usual``: one environment in gymnasium's and
-          the library's wrappers, an update every four steps; needs opencv). The goal is 1.3.
+          per step. Compared with Stable-Baselines3's DQN with the same network, optimiser, batch and number of updates
+          on the same AtariVectorEnv (``SB3 vector``). The goal is 1.3.
 memory    Bytes of a replay of a million frames (as an agent observes them). The goal is at most 7.2 GB.
 """
 
@@ -267,24 +262,17 @@ def memory(args: Any) -> list[Row]:
 
 
 def sb3_rounds(args: Any, num_envs: int) -> dict[str, Round]:
-    """Return Stable-Baselines3 on both kinds of environment; print and skip those that lack a package."""
+    """Return Stable-Baselines3's rounds; none, with a printed note, if it is not installed."""
     if importlib.util.find_spec("stable_baselines3") is None:
         print("training: without Stable-Baselines3, which is not installed (pip install 'pql-rl[peers]')")
         return {}
-    from tools.bench import atari_sb3 as peer
+    from tools.bench import atari_sb3
 
-    rounds, warm_up, block = {}, 32 if args.smoke else 1024, 2 if args.smoke else peer.BLOCK
+    warm_up, block = 32 if args.smoke else 1024, 2 if args.smoke else atari_sb3.BLOCK
     with intra_op(args.threads):
-        fn = peer.learner(peer.AleVec(raw_env(args, num_envs)), num_envs, 1, INTENSITY, args.device, warm_up, block)
-        rounds["SB3 vector"] = rate(fn, SKIP * block * num_envs, args)
-        try:
-            usual = peer.usual_env(args.game)
-        except ImportError as error:
-            print(f"training: without Stable-Baselines3's usual stack ({error})")
-        else:
-            fn = peer.learner(usual, PEER, PEER // INTENSITY, 1, args.device, warm_up, block)
-            rounds["SB3 usual"] = rate(fn, SKIP * block, args)
-    return rounds
+        env = atari_sb3.AleVec(raw_env(args, num_envs))
+        fn = atari_sb3.learner(env, num_envs, INTENSITY, args.device, warm_up, block)
+    return {"SB3 vector": rate(fn, SKIP * block * num_envs, args)}
 
 
 CASES = {"sampling": sampling, "learning": learning, "training": training, "memory": memory}

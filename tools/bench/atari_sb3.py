@@ -1,4 +1,4 @@
-"""Stable-Baselines3's DQN on Atari games, for ``atari.py``: on ale_py's vector environment and usual stack.
+"""Stable-Baselines3's DQN on Atari games, for ``atari.py``: on ale_py's vector environment.
 
 Settings are rl-baselines3-zoo's (hyperparams/dqn.yml, atari) except for the buffer size and epsilon, which is fixed
 because the library skips the network for random actions.
@@ -52,45 +52,15 @@ class AleVec(VecEnv):
         return [False] * self.num_envs
 
 
-def usual_env(game: str) -> VecEnv:
-    """One environment in gymnasium's and the library's wrappers, four frames stacked.
-
-    Raises:
-        ImportError: opencv is missing.
-    """
-    import ale_py
-    import cv2  # noqa: F401  the wrappers' own error comes late
-    import gymnasium
-    from stable_baselines3.common.env_util import make_atari_env
-    from stable_baselines3.common.vec_env import VecFrameStack
-
-    gymnasium.register_envs(ale_py)
-    name = "".join(word.capitalize() for word in game.split("_"))
-    return VecFrameStack(make_atari_env(f"{name}NoFrameskip-v4", n_envs=1, seed=0), 4)
-
-
-def learner(
-    env: VecEnv, batch: int, train_freq: int, gradient_steps: int, device: str, warm_up: int, block: int
-) -> Callable[[], Any]:
-    """Return a function that makes ``block`` steps of every environment and their updates.
+def learner(env: VecEnv, batch: int, updates: int, device: str, warm_up: int, block: int) -> Callable[[], Any]:
+    """Return a function that makes ``block`` steps of every environment, with ``updates`` after each.
 
     ``warm_up`` env steps without updates and a first block are made here.
     """
     steps = block * env.num_envs
-    model = DQN(
-        "CnnPolicy",
-        env,
-        learning_rate=1e-4,
-        batch_size=batch,
-        buffer_size=BUFFER,
-        learning_starts=warm_up,
-        train_freq=train_freq,
-        gradient_steps=gradient_steps,
-        target_update_interval=1000,
-        exploration_initial_eps=0.01,
-        exploration_final_eps=0.01,
-        device=device,
-        seed=0,
-    )
+    epsilon: dict[str, Any] = {"exploration_initial_eps": 0.01, "exploration_final_eps": 0.01}
+    sizes: dict[str, Any] = {"batch_size": batch, "buffer_size": BUFFER, "gradient_steps": updates, "train_freq": 1}
+    sizes |= {"learning_starts": warm_up, "target_update_interval": 1000, "learning_rate": 1e-4}
+    model = DQN("CnnPolicy", env, device=device, seed=0, **sizes, **epsilon)
     model.learn(warm_up + steps, log_interval=NEVER)
     return lambda: model.learn(steps, reset_num_timesteps=False, log_interval=NEVER)

@@ -1,7 +1,5 @@
 """Env-steps per second of the MuJoCo environments, compared with bare ``mujoco.batch``, Gymnasium and EnvPool.
 
-python tools/bench/envs.py [--envs ant ...] [--models default] [--num-envs 64 512 4096] [--json PATH]
-
 All run random actions, in turn. Every row names the model (``shipped`` or ``fast``), which has the largest effect on
 speed. Bare MuJoCo gets exactly the physics of our run: the same states and actions step by step; only writing the
 controls and stepping are timed. The others follow separate random trajectories: gymnasium on the same model, EnvPool
@@ -84,8 +82,8 @@ def ours_and_bare(env: MujocoVec, threads: int, seconds: float) -> tuple[Round, 
     return ours, bare
 
 
-def gymnasium_round(name: str, model: str, mode: str, seconds: float, stack: ExitStack) -> Round:
-    """Return a round of gymnasium's environments: 8 of them, in this process (``sync``) or in 8 (``async``)."""
+def gymnasium_round(name: str, model: str, seconds: float, stack: ExitStack) -> Round:
+    """Return a round of 8 of gymnasium's environments in this process."""
     import gymnasium
 
     kwargs: dict[str, Any] = {}
@@ -95,7 +93,7 @@ def gymnasium_round(name: str, model: str, mode: str, seconds: float, stack: Exi
         path = Path(f"{name}.xml").resolve()
         path.write_text(spec.to_xml())
         kwargs["xml_file"] = str(path)
-    envs = gymnasium.make_vec(GYM_IDS[name], num_envs=8, vectorization_mode=mode, **kwargs)
+    envs = gymnasium.make_vec(GYM_IDS[name], num_envs=8, vectorization_mode="sync", **kwargs)
     stack.callback(envs.close)
     envs.reset(seed=0)
     space: Any = envs.action_space
@@ -127,21 +125,12 @@ def bench(name: str, model: str, num_envs: int, args: argparse.Namespace, others
     with ExitStack() as stack:
         stack.callback(env.close)
         if num_envs == args.num_envs[0] and "gymnasium.envs.mujoco" in others and name in GYM_IDS:
-            for mode in args.gymnasium:
-                fns[f"gymnasium {mode} n=8"] = gymnasium_round(name, model, mode, args.seconds, stack)
+            fns["gymnasium sync n=8"] = gymnasium_round(name, model, args.seconds, stack)
         if "envpool" in others and model == "shipped" and name in GYM_IDS:
             fns["envpool"] = envpool_round(name, num_envs, args.threads, args.seconds, stack)
         rates = alternate(fns, args.rounds)
     mine = rates.pop("ours")
     return [compare(f"{name} ({model}) n={num_envs} / {other}", UNIT, mine, rate) for other, rate in rates.items()]
-
-
-def models_of(name: str, asked: str) -> list[str]:
-    """Return the models to run a task on: its default, or all that it supports."""
-    task = TASKS[name].task
-    if asked == "default":
-        return [task.model]
-    return [model for model in ("shipped", "fast") if not (model == "shipped" and task.refused)]
 
 
 def installed() -> list[str]:
@@ -171,8 +160,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = options(__doc__, seconds=1.0)
     parser.set_defaults(rounds=3)
     parser.add_argument("--envs", nargs="+", choices=list(TASKS), help="default: all whose robot is installed")
-    parser.add_argument("--models", choices=("default", "all"), default="default")
-    parser.add_argument("--gymnasium", nargs="*", choices=("sync", "async"), default=["sync"])
     parser.add_argument("--num-envs", nargs="+", type=int, default=[64, 512, 4096])
     parser.add_argument("--threads", type=int, default=0, help="physics threads, 0 for one per core")
     args = parser.parse_args(argv)
@@ -181,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     others = {package for package in ("gymnasium.envs.mujoco", "envpool") if importable(package)}
     json_path = args.json and str(Path(args.json).resolve())
     with tempfile.TemporaryDirectory() as folder, chdir(folder):  # MuJoCo logs its warnings in the working directory
-        cases = [(name, model) for name in args.envs or installed() for model in models_of(name, args.models)]
+        cases = [(name, TASKS[name].task.model) for name in args.envs or installed()]
         rows: list[Row] = []
         for num_envs in args.num_envs:
             for name, model in cases:

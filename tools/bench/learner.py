@@ -1,7 +1,5 @@
 """Time of a critic and a policy update, compared with the bare time of their matrix products.
 
-python tools/bench/learner.py [--presets cpu wide] [--profile] [--rounds 7] [--seconds 0.3] [--smoke] [--json PATH]
-
 Presets: ``cpu`` is pql/config/presets/scale/cpu.yaml; ``wide`` the same with 256-256 networks and batch 512; ``gpu`` is
 pql/config/presets/scale/gpu.yaml, on the device given by ``--device``. Observations have 17 features and
 actions 6, as in HalfCheetah.

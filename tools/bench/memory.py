@@ -1,7 +1,5 @@
 """R2D2 on the T-maze, compared with DQN (which has no memory) and with R2D2 without stored states.
 
-python tools/bench/memory.py [--seeds 5] [--env-steps 60000] [--episodes 200] [--smoke] [--json PATH]
-
 Every run trains for the same number of env steps; its figure is the share of correct turns in separate episodes. A
 row's value is the mean over seeds; its name has the lowest and the highest.
 

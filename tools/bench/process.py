@@ -1,8 +1,5 @@
 """Cost and gain of a simulator in a separate process.
 
-python tools/bench/process.py [--python PATH] [--num-envs 64 256 1024 4096 16384] [--rounds 7] [--seconds 0.3]
-                              [--smoke] [--json PATH]
-
 round trip   One step of a simulator without dynamics, with rows of Isaac Gym's Ant (60 observations, 8 actions,
              float32): actions to shared memory, a byte through a pipe, results copied from it to new tensors, a byte
              back. The baselines are the same simulator in this process, its results copied to new tensors, and the

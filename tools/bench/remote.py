@@ -1,8 +1,6 @@
 """Remote actors against the same environments in this process, and their protocol against a bare echo of the same
 bytes.
 
-    python tools/bench/remote.py --json rows.json
-
 All traffic uses a unix socket. Actors are separate processes, without torch unless their simulator needs it.
 """
 

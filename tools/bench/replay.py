@@ -1,7 +1,5 @@
 """Replay: sampling, observation sampling and inserting, each compared with bare copies of the same bytes.
 
-python tools/bench/replay.py [--rounds 7] [--seconds 0.3] [--threads N] [--device cpu] [--smoke] [--json PATH]
-
 A ring of a million transitions is filled with random data; episodes end at random, one row in 500. All rows are
 microseconds per call, so a lower ratio is better:
 

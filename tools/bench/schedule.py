@@ -1,7 +1,5 @@
 """Ticks per second of the ``concurrent`` schedule compared with ``lockstep``, on the CPU, with the real workers.
 
-python tools/bench/schedule.py [--rounds 7] [--seconds 0.5] [--smoke] [--json PATH]
-
 Three cases, all variants in turn:
 
 waiting  The simulator sleeps 1.2 times as long as both learners work per tick (measured first, under both schedules;

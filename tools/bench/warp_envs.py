@@ -1,8 +1,5 @@
 """Env-steps per second of MuJoCo Warp's environments on a GPU, at several numbers of environments.
 
-python tools/bench/warp_envs.py [--envs halfcheetah ant humanoid] [--num-envs 1024 8192 65536] [--json PATH]
-python tools/bench/warp_envs.py --device cpu --smoke       tiny, to test the script itself (Warp on a CPU is slow)
-
 Random actions; whole steps of our environment (physics, reward, observation, masked restarts). The baseline is the bare
 physics of the same engine. Each row names the task and its model; ``bytes`` is the memory of one environment's
 simulation, computed from the sizes of Warp's arrays. The first run compiles kernels for minutes (and stores them

@@ -26,9 +26,8 @@ from pql.config import Config, DdpgConfig, PlacementConfig, ReplayConfig
 from pql.contract.conformance import check_env
 from pql.contract.env import make_env
 from pql.engine.graph import Graph
-from pql.engine.placement import available_cores
 from pql.run.store.checkpoint import flatten
-from tools.bench import atari, learner, warp_envs
+from tools.bench import learner
 from tools.bench.common import Row, alternate, close, compare, microseconds, per_second
 from tools.gpu.runs import (
     BUDGET,
@@ -186,7 +185,7 @@ def pytest_command(file: Path, xml: Path, processes: int) -> list[str]:
     return [sys.executable, "-m", "pytest", str(file), "-m", "gpu and not slow", *own, *several]
 
 
-# -- pql, update, envs, bench, warp -----------------------------------------------------------------------------------
+# -- pql, update, envs -----------------------------------------------------------------------------------------------
 
 
 def sizes(args: Any) -> list[int]:
@@ -196,7 +195,7 @@ def sizes(args: Any) -> list[int]:
 def pql_configs(args: Any) -> dict[str, Config]:
     one = {f"n={n}": make_config(args, n) for n in sizes(args)}
     n = sizes(args)[0]
-    more = {"sac": make_config(args, n, algo=SAC), "ppo": make_config(args, n, algo=PPO)}
+    more = {"sac": make_config(args, n, algo=SAC), "ppo": make_config(args, n, algo=PPO), "dqn": catch_config(args, n)}
     return {**one, **{f"{k} n={n}": config for k, config in more.items()}}
 
 
@@ -253,49 +252,6 @@ def step_rows(task: str, counts: list[int], args: Any) -> Found:
         times = alternate({k: microseconds(fn, args.seconds, env.spec.device) for k, fn in fns.items()}, args.rounds)
         rate = {k: [n / t * 1e6 for t in found] for k, found in times.items()}
         yield compare(f"{task} n={n}: captured / eager", "env-steps/s", rate["captured"], rate["eager"])
-
-
-def bench_configs(args: Any) -> dict[str, Config]:
-    n = 8 if args.smoke else 4096
-    return {f"catch DQN n={n}": catch_config(args, n)}
-
-
-def bench_cases(args: Any) -> list[Case]:
-    cases = [Case(name, partial(measure, name, config, args)) for name, config in bench_configs(args).items()]
-    games = {"atari sampling": atari.sampling, "atari learning": atari.learning}
-    return [*cases, *(Case(name, partial(atari_rows, fn, args)) for name, fn in games.items())]
-
-
-def atari_rows(bench: Callable[[Any], list[Row]], args: Any) -> Found:
-    """Run sampling or learning on a game."""
-    need("ale_py", "gymnasium")
-    yield from bench(atari_arguments(args))
-
-
-def atari_arguments(args: Any) -> argparse.Namespace:
-    num_envs, batches, threads = (2, [8], 1) if args.smoke else (256, [32, 512], available_cores())
-    return argparse.Namespace(
-        game="pong",
-        num_envs=num_envs,
-        batches=batches,
-        threads=threads,
-        device=args.device,
-        rounds=args.rounds,
-        seconds=args.seconds,
-        smoke=args.smoke,
-    )
-
-
-def warp_cases(args: Any) -> list[Case]:
-    counts, envs = ([4], ["halfcheetah"]) if args.smoke else ([1024, 8192, 65536], ["halfcheetah", "ant", "humanoid"])
-    return [Case(f"{env} n={n}", partial(warp_rows, env, n, args)) for env in envs for n in counts]
-
-
-def warp_rows(env: str, n: int, args: Any) -> Found:
-    """Measure MuJoCo's physics on the device. The first case of a robot compiles its kernels."""
-    need(*WARP)
-    wanted = argparse.Namespace(device=args.device, envs=[env], num_envs=[n], rounds=args.rounds, seconds=args.seconds)
-    yield from warp_envs.measure(wanted)
 
 
 # -- learn, peers, long -----------------------------------------------------------------------------------------------
@@ -382,13 +338,13 @@ def long_rows(args: Any) -> Found:
 PARTS = {
     "env": Part(60, "versions, clocks, memory; rates of copies, products and launches", env_cases),
     "tests": Part(530, "the tests marked gpu, file by file", test_cases),
-    "pql": Part(530, "PQL, SAC and PPO on swing-up: schedules, graphs, host time, launches, worker orders", pql_cases),
+    "pql": Part(
+        530, "PQL, SAC, PPO on swing-up, DQN on Catch: schedules, graphs, host time, launches, orders", pql_cases
+    ),
     "update": Part(240, "critic and policy updates against their bare products, and profiles", update_cases),
     "envs": Part(300, "the torch tasks: the contract, and a captured step against an eager one", envs_cases),
     "learn": Part(530, "seconds to a return on swing-up, ball balance, Catch, and Ant on Warp", learn_cases),
     "peers": Part(240, "rsl_rl's PPO and ours on the same environments", peer_cases),
-    "bench": Part(420, "DQN on Catch; Atari's sampling and learning", bench_cases),
-    "warp": Part(530, "MuJoCo Warp's environments from 1,024 to 65,536", warp_cases),
     "long": Part(530, "two long runs of the same seed: memory, and the same bits", long_cases),
 }
 """All parts; each ends within nine minutes."""
@@ -396,6 +352,6 @@ PARTS = {
 
 def configs(args: Any) -> dict[str, Config]:
     """Return every configuration that a part builds, by part and case; a test checks all of them."""
-    made = {"pql": pql_configs, "update": update_configs, "bench": bench_configs, "learn": learn_configs}
+    made = {"pql": pql_configs, "update": update_configs, "learn": learn_configs}
     out = {f"{part} {name}": config for part, make in made.items() for name, config in make(args).items()}
     return {**out, "long": make_config(args, 8 if args.smoke else 4096)}

@@ -10,7 +10,7 @@ does not affect the next one; ``--here`` runs them in this process. Rows are pri
 ``OUT/PART.json``. A part ends within its bound, under nine minutes; a second call continues with the cases that remain
 or failed. ``--again`` repeats all cases.
 
-Rows, in addition to those of the called benchmarks (``bench_learner``, ``bench_atari``, ``bench_warp``):
+Rows, in addition to those of ``bench/learner.py`` (``bench/warp_envs.py`` and ``bench/atari.py`` measure simulators):
 
 concurrent / lockstep    env-steps/s of three streams over one, with CUDA graphs on and off: gain of overlap
 graphs on / off          env-steps/s: gain of capturing
@@ -43,9 +43,8 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-for folder in (ROOT,):  # this checkout, installed or not
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
+if str(ROOT) not in sys.path:  # this checkout, installed or not
+    sys.path.insert(0, str(ROOT))
 
 from tools.bench.common import machine, report  # noqa: E402
 from tools.gpu.cases import PARTS, Case, MissingError  # noqa: E402

@@ -1,7 +1,5 @@
 """Returns of random actions and of scripted policies, as baselines for learners.
 
-python tools/originals/by_hand.py [--tasks isaac_ant ...] [--episodes 16] [--json PATH]
-
 Whole episodes, one per environment, as in ``pql eval``. The policies read only observations, as a learner does, with
 three exceptions: the trots count steps, stiff legs use the joints' ranges, and on tasks from pixels they read the
 critic's observation of the state. Tests require that those of the PQL paper's tasks beat random actions by a margin.
