@@ -6,9 +6,8 @@ python tools/gpu/check.py --device cpu --smoke --parts pql    tiny, to test the 
 
 Needs torch >= 2.10, numpy, safetensors and, for the tests, pytest; neither this package nor Hydra has to be installed
 (docs/gpu.md describes how to prepare a bare machine). Every case runs in a separate process, so that a crash or hang
-does not affect the next one; ``--here`` runs them in this process. Rows are printed and saved immediately, to
-``OUT/PART.json``. A part ends within its bound, under nine minutes; a second call continues with the cases that remain
-or failed. ``--again`` repeats all cases.
+does not affect the next one. Rows are printed and saved immediately, to ``OUT/PART.json``. A part ends within its
+bound, under nine minutes; a second call continues with the cases that remain or failed.
 
 Rows, in addition to those of ``bench/learner.py`` (``bench/warp_envs.py`` and ``bench/atari.py`` measure simulators):
 
@@ -46,7 +45,7 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:  # this checkout, installed or not
     sys.path.insert(0, str(ROOT))
 
-from tools.bench.common import machine, report  # noqa: E402
+from tools.bench.common import machine, options, report  # noqa: E402
 from tools.gpu.cases import PARTS, Case, MissingError  # noqa: E402
 
 SCRIPT = __file__
@@ -167,19 +166,17 @@ def print_parts(args: argparse.Namespace) -> None:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, seconds=1.0)
+    parser.set_defaults(rounds=5)
     parser.add_argument("--parts", nargs="+", type=lambda text: text.split(","), default=[[*PARTS]], metavar="PART")
     parser.add_argument("--out", default="gpu_check", metavar="FOLDER")
     parser.add_argument("--again", action="store_true", help="also repeat finished cases")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--num-envs", nargs="+", type=int, default=[4096, 16384, 65536], help="of the part pql")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=1.0, help="length of one measurement")
     parser.add_argument("--limit", type=float, help="seconds of each part, instead of its own bound")
     parser.add_argument("--processes", type=int, default=4, help="processes of the tests, if pytest-xdist is installed")
     parser.add_argument("--here", action="store_true", help="run cases in this process")
-    parser.add_argument("--smoke", action="store_true", help="tiny and quick, to test the script itself")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--lines", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)

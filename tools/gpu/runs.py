@@ -80,15 +80,9 @@ def catch_config(args: Any, num_envs: int) -> Config:
         target_period=16 * num_envs,
         critic=QuantileNetConfig(hidden=hidden, activation="relu", weight_decay=0.0),
     )
-    return Config(
-        task=TaskConfig(name="catch"),
-        algo=algo,
-        replay=ReplayConfig(capacity=1024 * num_envs),
-        num_envs=num_envs,
-        device=args.device,
-        placement=ONE_THREAD if args.smoke else PlacementConfig(),
-        budget=BUDGET,
-    )
+    more = {"placement": ONE_THREAD} if args.smoke else {}
+    config = Config(task=TaskConfig(name="catch"), algo=algo, num_envs=num_envs, device=args.device, budget=BUDGET)
+    return replace(config, replay=ReplayConfig(capacity=1024 * num_envs), **more)
 
 
 # -- a run ------------------------------------------------------------------------------------------------------------
@@ -138,14 +132,9 @@ def count_work(parts: Parts, job: Callable[[], Any]) -> tuple[int, int]:
             job()
             wait(parts)
     events = list(recorded.events() or [])
-    kernels = [
-        e
-        for e in events
-        if e.device_type == torch.autograd.DeviceType.CUDA
-        and not e.is_user_annotation
-        and not e.name.startswith(("Memcpy", "Memset"))
-    ]
-    return len(kernels), sum(e.name.startswith(LAUNCHES) for e in events)
+    ran = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA and not e.is_user_annotation]
+    kernels = sum(not e.name.startswith(("Memcpy", "Memset")) for e in ran)
+    return kernels, sum(e.name.startswith(LAUNCHES) for e in events)
 
 
 def launch_rows(case: str, parts: Parts) -> Iterator[Row]:

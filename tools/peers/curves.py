@@ -54,20 +54,15 @@ def read(folder: Path, also: Sequence[str] = ()) -> dict[str, Any]:
     if not rows:
         raise SystemExit(f"{folder}: a run without an evaluation")
     if unknown := [name for name in also if any(name not in row for row in rows)]:
-        raise SystemExit(
-            f"--also {unknown[0]}: {folder} has evaluations without it; a metric of every evaluation is expected"
-        )
-    return {
-        "task": config["task"]["name"],
-        "seed": config["seed"],
-        "overrides": " ".join(word for word in words if not word.startswith(LEFT_OUT)),
-        "commit": commit and commit[:7],
-        "critic_updates": max(int(line.get("updates/v", 0)) for line in lines),
-        "curve": [
-            [int(row["steps/env"]), round(row["eval/return_mean"], 2), *(round(row[name], 3) for name in also)]
-            for row in rows
-        ],
-    }
+        raise SystemExit(f"--also {unknown[0]}: {folder} lacks it; a metric of every evaluation is expected")
+    curve = [
+        [int(row["steps/env"]), round(row["eval/return_mean"], 2), *(round(row[name], 3) for name in also)]
+        for row in rows
+    ]
+    overrides = " ".join(word for word in words if not word.startswith(LEFT_OUT))
+    facts = {"task": config["task"]["name"], "seed": config["seed"], "overrides": overrides}
+    updates = max(int(line.get("updates/v", 0)) for line in lines)
+    return {**facts, "commit": commit and commit[:7], "critic_updates": updates, "curve": curve}
 
 
 def store(folders: Sequence[Path], file: Path, rates: Mapping[str, float], also: Sequence[str]) -> None:
@@ -92,18 +87,13 @@ def series(name: str, data: Mapping[str, Any], rates: Mapping[str, float]) -> li
         SystemExit: a task has no rate.
     """
     if missing := {run["task"] for run in data["runs"]} - {*rates}:
-        raise SystemExit(
-            f"{name}: no rate of {', '.join(sorted(missing))}: tools/peers/curves.py store ... --rates TASK=RATE"
-        )
+        raise SystemExit(f"{name}: no rate of {', '.join(sorted(missing))}: curves.py store ... --rates TASK=RATE")
+
+    def point(task: str, steps: int, value: float, *_: float) -> dict[str, float]:
+        return {"env_steps": steps, "seconds": steps / rates[task], "return_mean": value}
+
     return [
-        {
-            "task": run["task"],
-            "contender": name,
-            "curve": [
-                {"env_steps": steps, "seconds": steps / rates[run["task"]], "return_mean": value}
-                for steps, value, *_ in run["curve"]
-            ],
-        }
+        {"task": run["task"], "contender": name, "curve": [point(run["task"], *row) for row in run["curve"]]}
         for run in data["runs"]
     ]
 
