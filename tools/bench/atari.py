@@ -105,9 +105,6 @@ def rate(fn: Callable[[], Any], amount: float, args: Any) -> Round:
     return limited
 
 
-# -- bounds -----------------------------------------------------------------------------------------------------------
-
-
 class Products:
     """Only the convolutions and matrix products of a network's forward and backward passes.
 
@@ -172,9 +169,6 @@ def raw_env(args: Any, num_envs: int) -> Any:
         noop_max=31,
         max_num_frames_per_episode=SKIP * LIMIT,
     )
-
-
-# -- cases ------------------------------------------------------------------------------------------------------------
 
 
 def sampling(args: Any) -> list[Row]:

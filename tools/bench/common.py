@@ -43,9 +43,6 @@ def options(doc: str | None, seconds: float | None = None) -> argparse.ArgumentP
     return parser
 
 
-# -- runs -------------------------------------------------------------------------------------------------------------
-
-
 def small_config(num_envs: int, batch: int, hidden: list[int], v_per_step: float, p_per_v: float) -> Config:
     """Return the config of a run of DDPG on the CPU."""
     critic = CriticConfig(hidden=hidden, activation="relu")
@@ -74,9 +71,6 @@ def close(*runs: Parts) -> None:
     for parts in runs:
         parts.schedule.executor.close()
         parts.close_envs()
-
-
-# -- time -------------------------------------------------------------------------------------------------------------
 
 
 def synchronize(device: torch.device) -> None:
@@ -151,9 +145,6 @@ def repeated(fn: Callable[[], Any], count: int, device: torch.device) -> Callabl
     graph = Graph(body, device, (), torch.nn.Module(), capture="on")
     graph.prepare()
     return graph
-
-
-# -- rows -------------------------------------------------------------------------------------------------------------
 
 
 def machine() -> str:

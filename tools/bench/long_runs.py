@@ -80,9 +80,6 @@ def opened(overrides: Sequence[str], **options: Any) -> Session:
     return Session(compose(overrides), quiet=True, overrides=overrides, **options)
 
 
-# -- counters past 2^31 -----------------------------------------------------------------------------------------------
-
-
 def advance(parts: Any, env_steps: int, ticks: int) -> None:
     """Set the counters of an off-policy run between two ticks as if ``env_steps`` transitions had been collected.
 
@@ -152,9 +149,6 @@ def content(parts: Any) -> str:
     return digest.hexdigest()
 
 
-# -- memory -----------------------------------------------------------------------------------------------------------
-
-
 def rss() -> float:
     """Return this process's resident memory, MB."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
@@ -209,9 +203,6 @@ def acting(address: str) -> Any:
     thread.join(20)
 
 
-# -- many sessions ----------------------------------------------------------------------------------------------------
-
-
 def many_sessions(folder: Path, count: int, warm: int = 10) -> dict[str, Any]:
     """Open and close ``count`` runs of ``TICKS`` ticks in this process, off-policy and on-policy by turns.
 
@@ -238,9 +229,6 @@ def held() -> tuple[int, int]:
     """Return the number of this process's threads and open files."""
     gc.collect()
     return threading.active_count(), len(os.listdir("/proc/self/fd"))
-
-
-# -- a chain of resumes -----------------------------------------------------------------------------------------------
 
 
 @mock.patch.object(sinks, "PART", 16 << 10)

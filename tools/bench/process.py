@@ -36,18 +36,8 @@ from pql.engine.placement import keep_freed_memory
 from pql.remote.process.far_build import FLAGS, describe_simulator
 from pql.remote.process.near import ProcessVec, read_spec
 from pql.types import Obs, Step
-from tools.bench.common import (
-    Round,
-    Row,
-    alternate,
-    begun,
-    compare,
-    microseconds,
-    options,
-    per_second,
-    report,
-    small_config,
-)
+from tools.bench import common
+from tools.bench.common import Round, Row, compare
 from tools.bench.echo import ACTIONS, OBS, Echo
 
 GOALS = {64: 24, 4096: 114, 16384: 626}  # us: twice the bare round trip's
@@ -118,7 +108,9 @@ def round_trips(args: argparse.Namespace) -> list[Row]:
             action = torch.zeros(n, ACTIONS)
             steps: dict[str, Callable[[], Any]] = {"bare": bare.step}
             steps |= {"here": partial(here.step, action), "there": partial(there.step, action)}
-            times = alternate({k: microseconds(step, args.seconds) for k, step in steps.items()}, args.rounds)
+            times = common.alternate(
+                {k: common.microseconds(step, args.seconds) for k, step in steps.items()}, args.rounds
+            )
         goal = f" (goal: at most {GOALS[n]})" if n in GOALS else ""
         rows.append(compare(f"round trip, {n} envs / bare{goal}", "us", times["there"], times["bare"]))
         rows.append(compare(f"round trip, {n} envs / in this process", "us", times["there"], times["here"]))
@@ -127,11 +119,11 @@ def round_trips(args: argparse.Namespace) -> list[Row]:
 
 def ticks_per_second(env: VecEnv, seconds: float, stack: ExitStack) -> Round:
     """Return a round of ticks of a run on ``env``, whose learners keep a thread each busy for some milliseconds."""
-    config = small_config(env.spec.num_envs, 256, [64, 64], 4, 0.5)
+    config = common.small_config(env.spec.num_envs, 256, [64, 64], 4, 0.5)
     place = PlacementConfig(executor="threads", threads=ThreadsConfig(collector=1, v=1, p=1, simulator=1))
-    parts = begun(replace(changed(config, {"algo.n_step": 1}), placement=place), env)
+    parts = common.begun(replace(changed(config, {"algo.n_step": 1}), placement=place), env)
     stack.callback(parts.schedule.executor.close)
-    return per_second(parts.schedule.tick, 1, seconds)
+    return common.per_second(parts.schedule.tick, 1, seconds)
 
 
 def overlap(args: argparse.Namespace) -> list[Row]:
@@ -143,12 +135,12 @@ def overlap(args: argparse.Namespace) -> list[Row]:
         there = ProcessVec("tools.bench.echo:Echo", n, python=args.python, kwargs={"hold": hold})
         opened.callback(there.close)
         both: dict[str, VecEnv] = {"here": Here(Echo(n, hold=hold)), "there": there}
-        rates = alternate({k: ticks_per_second(e, args.seconds, opened) for k, e in both.items()}, args.rounds)
+        rates = common.alternate({k: ticks_per_second(e, args.seconds, opened) for k, e in both.items()}, args.rounds)
     return [compare("overlap: in another process / in this one", "ticks/s", rates["there"], rates["here"])]
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = options(__doc__, seconds=0.3)
+    parser = common.options(__doc__, seconds=0.3)
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--num-envs", type=int, nargs="+", default=[64, 256, 1024, 4096, 16384])
     args = parser.parse_args(argv)
@@ -158,7 +150,7 @@ def main(argv: list[str] | None = None) -> None:
     keep_freed_memory()  # as every run does
     paths = (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))  # where the simulator process finds tools
     with torch.no_grad(), mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, paths))):
-        report(round_trips(args) + overlap(args), args.json)
+        common.report(round_trips(args) + overlap(args), args.json)
 
 
 if __name__ == "__main__":

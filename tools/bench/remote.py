@@ -42,9 +42,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-# -- frames per second ------------------------------------------------------------------------------------------------
-
-
 def stepping(folder: str, args: argparse.Namespace) -> list[Row]:
     """Compare 2 actors of 32 consoles each with the same 64 consoles here in two groups: random actions, no learner."""
     address, count = f"unix:{folder}/step", args.consoles
@@ -89,9 +86,6 @@ def alternating(env: Any, receive: Callable[[int], Any]) -> Callable[[int], floa
     return run
 
 
-# -- one round trip ---------------------------------------------------------------------------------------------------
-
-
 def round_trips(folder: str, args: argparse.Namespace) -> list[Row]:
     """Compare the time from an actor's message of 32 frames to its actions with the same bytes through a bare echo.
 
@@ -127,9 +121,6 @@ def answer(env: Remote, over: Callable[[int], bool]) -> int:
                 env.send(action[: len(ids)], ids)
                 done += len(ids) // ENVS
     return done
-
-
-# -- the server's limit -----------------------------------------------------------------------------------------------
 
 
 def ceiling(folder: str, args: argparse.Namespace) -> list[Row]:

@@ -39,20 +39,8 @@ from pql.contract.grouped import Grouped
 from pql.run.build import build
 from pql.run.components import Parts
 from pql.types import Obs, Step
-from tools.bench.common import (
-    Round,
-    Row,
-    alternate,
-    begun,
-    close,
-    compare,
-    intra_op,
-    microseconds,
-    options,
-    per_second,
-    report,
-    small_config,
-)
+from tools.bench import common
+from tools.bench.common import Round, Row, compare, small_config
 
 WAIT = 1.2  # the simulator's wait relative to the learners' work
 WORKERS = ("collector", "v", "p")
@@ -82,7 +70,7 @@ class Sleeper:
 
 
 def begun_under(config: Config, schedule: str, env: VecEnv) -> Parts:
-    return begun(replace(config, algo=replace(config.algo, schedule=schedule)), env)
+    return common.begun(replace(config, algo=replace(config.algo, schedule=schedule)), env)
 
 
 def alone(parts: Parts, name: str, seconds: float) -> Round:
@@ -90,25 +78,25 @@ def alone(parts: Parts, name: str, seconds: float) -> Round:
     learner_bursts = parts.counts.rounds if parts.config.algo.schedule == "lockstep" else 1
     amount = parts.counts.horizon if name == "collector" else learner_bursts
     job = partial(parts.first.workers[name].run, amount)
-    one = microseconds(lambda: parts.schedule.executor.run({name: job}), seconds)
+    one = common.microseconds(lambda: parts.schedule.executor.run({name: job}), seconds)
     return lambda: one() / 1e3
 
 
 def alone_times(parts: Parts, seconds: float, rounds: int) -> dict[str, float]:
     """Return each worker's median milliseconds by itself."""
-    times = alternate({name: alone(parts, name, seconds) for name in WORKERS}, rounds)
+    times = common.alternate({name: alone(parts, name, seconds) for name in WORKERS}, rounds)
     return {name: statistics.median(values) for name, values in times.items()}
 
 
 def compare_schedules(case: str, lockstep: Parts, concurrent: Parts, solo: Parts, args: Any) -> list[Row]:
     """Measure both schedules and each worker by itself, in turn; close everything."""
     runs = {"concurrent": concurrent, "lockstep": lockstep}
-    fns: dict[str, Round] = {k: per_second(p.schedule.tick, 1, args.seconds) for k, p in runs.items()}
+    fns: dict[str, Round] = {k: common.per_second(p.schedule.tick, 1, args.seconds) for k, p in runs.items()}
     fns |= {name: alone(solo, name, args.seconds) for name in WORKERS}
-    rates = alternate(fns, args.rounds)
+    rates = common.alternate(fns, args.rounds)
     slowest = max(WORKERS, key=lambda name: statistics.median(rates[name]))
     tick = [1e3 / r for r in rates["concurrent"]]
-    close(lockstep, concurrent, solo)
+    common.close(lockstep, concurrent, solo)
     return [
         *(compare(f"{case}: {name} alone", "ms", rates[name]) for name in WORKERS),
         compare(f"{case}: tick / slowest worker ({slowest})", "ms", tick, rates[slowest]),
@@ -141,7 +129,7 @@ def balanced(config: Config, args: Any) -> Config:
     """Return ``config`` with the batch size at which both learners together take as long as the collector."""
     parts = begun_under(config, "concurrent", physics(config.num_envs, args.env_threads))
     time_of = alone_times(parts, args.seconds / 2, 3)
-    close(parts)
+    common.close(parts)
     batch = own(config, DdpgConfig).batch_size * time_of["collector"] / (time_of["v"] + time_of["p"])
     batch = int(min(max(batch // 32 * 32, BATCHES[0]), BATCHES[1]))
     return changed(config, {"algo.batch_size": batch})
@@ -168,11 +156,11 @@ def sampler(config: Config, groups: int, args: Any) -> tuple[Collector, list[Sle
 
 def env_steps(collector: Collector, overlap: bool, seconds: float) -> Round:
     """Return env-steps per second in ticks of ``STEPS`` steps."""
-    count = per_second(lambda: collector.run(STEPS), STEPS * collector.env.spec.num_envs, seconds)
+    count = common.per_second(lambda: collector.run(STEPS), STEPS * collector.env.spec.num_envs, seconds)
 
     def one() -> float:
         collector.overlap = overlap
-        with intra_op(1):
+        with common.intra_op(1):
             return count()
 
     return one
@@ -182,13 +170,13 @@ def halves(args: Any) -> list[Row]:
     """Case ``halves``: one group's actions are computed while the other group's simulator sleeps."""
     config = small_config(16, 32, [16, 16], 1, 1) if args.smoke else small_config(128, 512, [512, 512], 1, 1)
     (two, pair), (one, single) = (sampler(config, groups, args) for groups in (2, 1))
-    with intra_op(1), torch.no_grad():
-        act = microseconds(two.lanes[0].act, args.seconds)() / 1e6
+    with common.intra_op(1), torch.no_grad():
+        act = common.microseconds(two.lanes[0].act, args.seconds)() / 1e6
     for env, count in ((pair[0], 1), (pair[1], 1), (single[0], 2)):
         env.seconds = act * count
     print(f"halves: acting on one takes {act * 1e3:.2f} ms")
     ways = {"turns": (two, True), "after": (two, False), "once": (one, False)}
-    rates = alternate({k: env_steps(c, overlap, args.seconds) for k, (c, overlap) in ways.items()}, args.rounds)
+    rates = common.alternate({k: env_steps(c, overlap, args.seconds) for k, (c, overlap) in ways.items()}, args.rounds)
     two.env.close()
     return [
         compare("halves: by turns / one after the other", "env-steps/s", rates["turns"], rates["after"]),
@@ -200,13 +188,13 @@ CASES = {"waiting": waiting, "busy": busy, "halves": halves}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = options(__doc__, seconds=0.5)
+    parser = common.options(__doc__, seconds=0.5)
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--env-threads", type=int, default=1, help="physics threads under concurrent")
     args = parser.parse_args(argv)
     if args.smoke:
         args.rounds, args.seconds = 1, 0.02
-    report([row for case in args.cases for row in CASES[case](args)], args.json)
+    common.report([row for case in args.cases for row in CASES[case](args)], args.json)
 
 
 if __name__ == "__main__":

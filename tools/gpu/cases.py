@@ -29,20 +29,8 @@ from pql.engine.graph import Graph
 from pql.run.store.checkpoint import flatten
 from tools.bench import learner
 from tools.bench.common import Row, alternate, close, compare, microseconds, per_second
-from tools.gpu.runs import (
-    BUDGET,
-    ONE_THREAD,
-    PPO,
-    PQL,
-    SAC,
-    catch_config,
-    learn_rows,
-    make_config,
-    measure,
-    order_rows,
-    ready,
-    wait,
-)
+from tools.gpu import runs
+from tools.gpu.runs import PPO, PQL, SAC, catch_config, make_config, measure, ready
 
 ROOT = Path(__file__).resolve().parents[2]
 TASKS = ("pendulum", "cartpole", "cartpole_swingup", "ball_balance", "catch", "tmaze")
@@ -201,7 +189,7 @@ def pql_configs(args: Any) -> dict[str, Config]:
 
 def pql_cases(args: Any) -> list[Case]:
     cases = [Case(name, partial(measure, name, config, args)) for name, config in pql_configs(args).items()]
-    return [*cases, Case("orders", partial(order_rows, make_config(args, sizes(args)[0]), args))]
+    return [*cases, Case("orders", partial(runs.order_rows, make_config(args, sizes(args)[0]), args))]
 
 
 def update_configs(args: Any) -> dict[str, Config]:
@@ -209,9 +197,9 @@ def update_configs(args: Any) -> dict[str, Config]:
     n, plain = (8, DdpgConfig(name="pql", batch_size=16)) if args.smoke else (4096, PQL)
     atoms = replace(plain, name="pql_d", critic=replace(plain.critic, atoms=51, v_min=-10.0, v_max=10.0))
     ring = ReplayConfig(capacity=64 * n)
-    place = ONE_THREAD if args.smoke else PlacementConfig()
+    place = runs.ONE_THREAD if args.smoke else PlacementConfig()
     return {
-        algo.name: Config(algo=algo, replay=ring, num_envs=n, device=args.device, placement=place, budget=BUDGET)
+        algo.name: Config(algo=algo, replay=ring, num_envs=n, device=args.device, placement=place, budget=runs.BUDGET)
         for algo in (plain, atoms)
     }
 
@@ -259,15 +247,15 @@ def step_rows(task: str, counts: list[int], args: Any) -> Found:
 
 def learn_configs(args: Any) -> dict[str, Config]:
     n = 8 if args.smoke else 4096
-    runs = {
+    found = {
         f"{algo.name} on {task}": make_config(args, n, task, algo)
         for task in ("cartpole_swingup", "ball_balance")
         for algo in (PQL, SAC, PPO)
     }
-    runs["dqn on catch"] = catch_config(args, n)
+    found["dqn on catch"] = catch_config(args, n)
     ant = make_config(args, n, "ant")
-    runs["pql on ant"] = replace(ant, task=replace(ant.task, reward_scale=0.1))
-    return dict(list(runs.items())[:1]) if args.smoke else runs
+    found["pql on ant"] = replace(ant, task=replace(ant.task, reward_scale=0.1))
+    return dict(list(found.items())[:1]) if args.smoke else found
 
 
 def learn_cases(args: Any) -> list[Case]:
@@ -278,7 +266,7 @@ def learn(name: str, config: Config, args: Any) -> Found:
     """Return cases that measure seconds of training to a return."""
     if config.task.name == "ant":
         need(*WARP)
-    yield from learn_rows(name, config, THRESHOLDS[config.task.name], 0.1 if args.smoke else 60.0)
+    yield from runs.learn_rows(name, config, THRESHOLDS[config.task.name], 0.1 if args.smoke else 60.0)
 
 
 def peer_cases(args: Any) -> list[Case]:
@@ -322,7 +310,7 @@ def long_rows(args: Any) -> Found:
     for _ in range(blocks):
         for _ in range(ticks):
             parts.schedule.tick()
-        wait(parts)
+        runs.wait(parts)
         held = torch.cuda.memory_allocated() / 2**20 if on_cuda(args) else 0.0
         yield f"{parts.schedule.ticks:,} ticks, {time.perf_counter() - began:.1f} s, {held:.1f} MiB of the device held"
     steps = parts.env_steps / (time.perf_counter() - began)

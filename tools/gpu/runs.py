@@ -80,12 +80,9 @@ def catch_config(args: Any, num_envs: int) -> Config:
         target_period=16 * num_envs,
         critic=QuantileNetConfig(hidden=hidden, activation="relu", weight_decay=0.0),
     )
-    more = {"placement": ONE_THREAD} if args.smoke else {}
+    place = ONE_THREAD if args.smoke else PlacementConfig()
     config = Config(task=TaskConfig(name="catch"), algo=algo, num_envs=num_envs, device=args.device, budget=BUDGET)
-    return replace(config, replay=ReplayConfig(capacity=1024 * num_envs), **more)
-
-
-# -- a run ------------------------------------------------------------------------------------------------------------
+    return replace(config, replay=ReplayConfig(capacity=1024 * num_envs), placement=place)
 
 
 def ready(config: Config, schedule: str, graphs: bool, warm_ticks: int = 5, executor: Executor | None = None) -> Parts:
@@ -184,9 +181,6 @@ def rate_rows(case: str, config: Config, rates: dict[tuple[str, bool], list[floa
     yield compare(f"{case}: updates", "updates/s", updates)
 
 
-# -- the same bits ----------------------------------------------------------------------------------------------------
-
-
 class Ordered(Streams):
     """Executor with a stream for each worker, launched in a chosen order."""
 
@@ -218,9 +212,6 @@ def order_rows(config: Config, args: Any) -> Iterator[Row]:
         state = state_after(config, ticks, Ordered(config, order) if cuda else Inline(order))
         wrong += any(not torch.equal(v.nan_to_num(), reference[k].nan_to_num()) for k, v in state.items())
     yield compare(f"n={config.num_envs}: worker orders with other bits", "orders", [float(wrong)])
-
-
-# -- learning ---------------------------------------------------------------------------------------------------------
 
 
 def learn_rows(case: str, config: Config, threshold: float, seconds: float) -> Iterator[Row | str]:

@@ -54,9 +54,6 @@ RATE_RUNS, RATE_SECONDS, RATE_EPISODES = 3, 15.0, 1  # short runs per contender 
 RATE_POINTS = 3  # of short runs, twice as long, where runs have points: the last third gives the rate
 
 
-# -- runs ----------------------------------------------------------------------------------------------------------
-
-
 class Job(NamedTuple):
     """One training run and its evaluation: a ``run`` of the table, or a short one for a contender's ``rate``."""
 

@@ -22,18 +22,8 @@ import yaml
 
 from tools.peers.picture import draw
 
-LEFT_OUT = (
-    "task=",
-    "task.name=",
-    "seed=",
-    "device=",
-    "placement.",
-    "budget.",
-    "eval.",
-    "checkpoint.",
-    "logger",
-    "run_dir=",
-)
+RUNS_OWN = ("task=", "task.name=", "seed=", "device=", "placement.", "budget.", "eval.", "checkpoint.", "logger")
+LEFT_OUT = (*RUNS_OWN, "run_dir=")
 """Beginnings of the words of a command that do not change what is learned, or that the run's other entries state."""
 
 

@@ -7,16 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from tools.bench import common
+from tools.bench.common import Row, row
 from tools.peers.course import Point
 
 Run = dict[str, Any]
 DRAWS = 20_000
 AT_SHARES = (0.25, 0.5, 1.0)  # of the training time, in the table by seconds
 AT_STEPS = (10_000, 25_000, 50_000, 100_000, 250_000, 500_000, 1_000_000)  # in the table by env steps
-
-
-# -- statistics ----------------------------------------------------------------------------------------------------
 
 
 def iqm(values: Sequence[float] | np.ndarray) -> float:
@@ -68,22 +65,7 @@ def lead(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray], seed: int =
     return float(estimate), float(lower), float(upper)
 
 
-# -- report --------------------------------------------------------------------------------------------------------
-
-
-def row(name: str, value: float, unit: str, runs: int) -> dict[str, Any]:
-    return {
-        "name": name,
-        "value": float(value),
-        "unit": unit,
-        "baseline": None,
-        "ratio": None,
-        "runs": runs,
-        "machine": common.machine(),
-    }
-
-
-def rows_of(runs: list[Run]) -> list[dict[str, Any]]:
+def rows_of(runs: list[Run]) -> list[Row]:
     """Return rows in the benchmarks' common form: per task and contender, then our leads over all tasks and each."""
     names = list(dict.fromkeys(r["contender"] for r in runs))
     returns = {name: by_task(runs, name) for name in names}
@@ -109,7 +91,7 @@ def rows_of(runs: list[Run]) -> list[dict[str, Any]]:
     return rows
 
 
-def tables(rows: list[dict[str, Any]]) -> str:
+def tables(rows: list[Row]) -> str:
     """Return the rows as two Markdown tables, for a page of results."""
     lines = ["| task | contender | median | mean | IQM | seeds |", "|---|---|---|---|---|---|"]
     found = {r["name"]: r for r in rows}

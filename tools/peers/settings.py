@@ -48,9 +48,6 @@ def named(algo: AlgoConfig, names: str) -> Settings:
     return {key: attrgetter(path)(algo) for key, _, path in pairs}
 
 
-# -- PPO --------------------------------------------------------------------------------------------------------------
-
-
 def rsl_rl_ppo(config: Config) -> Settings:
     found, ppo = theirs("rsl_rl:ppo", config.task.name), own(config, PpoConfig)
     found["algorithm"] |= named(ppo, "clip_param=clip gamma=gamma entropy_coef=entropy_coef lam=gae_lambda")
@@ -75,9 +72,6 @@ def sb3_ppo(config: Config) -> Settings:
     init = float(torch.tensor(ppo.init_std).log())
     policy = {"net_arch": arch, "activation": ppo.policy.activation, "log_std_init": init}
     return {"num_envs": config.num_envs, "class": "PPO", "normalize": True, "model": model, "policy": policy}
-
-
-# -- off-policy -------------------------------------------------------------------------------------------------------
 
 
 def updates_per_step(config: Config) -> int:
@@ -152,9 +146,6 @@ def skrl_sac(config: Config) -> Settings:
         "memory": {"memory_size": rows, "replacement": True},
         "agent": {**agent, "gradient_steps": updates_per_step(config)},
     }
-
-
-# -- our own ----------------------------------------------------------------------------------------------------------
 
 
 def pql_settings(algo: str, task: str) -> Settings:
