@@ -28,10 +28,10 @@ import grpc
 import numpy as np
 
 from pql.contract import plain
-from pql.remote import protocol as wire
+from pql.remote import protocol
 from pql.remote.actor.client import OPTIONS
 
-METHOD = f"/{wire.SERVICE}/{wire.METHOD}"
+METHOD = f"/{protocol.SERVICE}/{protocol.METHOD}"
 OWN = (*OPTIONS, ("grpc.use_local_subchannel_pool", 1))  # a connection for each channel
 ENVS, FRAME = 32, (84, 84)  # of an actor of pixels
 LENGTH = 50  # rows of an episode of ``Counting``
@@ -108,21 +108,24 @@ class Frames:
     """Messages of an actor whose steps cost nothing: they are always the same, so they are packed once."""
 
     def __init__(self, number: int):
-        self.run_id, layout = number + 1, wire.Layout(PIXELS)
+        self.run_id, layout = number + 1, protocol.Layout(PIXELS)
         obs = {"policy": np.random.default_rng(0).integers(0, 255, (ENVS, *FRAME), np.uint8)}
         no, zero = np.zeros(ENVS, bool), np.zeros(ENVS, np.float32)
         records: Any = plain
         step = layout.pack_step(0, 0, records.Step(obs, zero, no, no, no, obs, ~no, ~no, {}))
-        self.hello = wire.pack_json(wire.HELLO, self.run_id, 0, {"spec": PIXELS, "role": "train"})
-        self.bodies = {wire.RESET: layout.pack_obs(0, 0, obs)[wire.HEADER.size :], wire.ACT: step[wire.HEADER.size :]}
+        self.hello = protocol.pack_json(protocol.HELLO, self.run_id, 0, {"spec": PIXELS, "role": "train"})
+        self.bodies = {
+            protocol.RESET: layout.pack_obs(0, 0, obs)[protocol.HEADER.size :],
+            protocol.ACT: step[protocol.HEADER.size :],
+        }
 
     def answer(self, order: bytes) -> bytes:
         """Return the answer to an order; nothing to the last one."""
-        asked = wire.unpack(order)
-        if asked.kind == wire.BYE:
+        asked = protocol.unpack(order)
+        if asked.kind == protocol.BYE:
             return b""
-        kind = wire.OBS if asked.kind == wire.RESET else wire.STEP
-        return wire.pack(kind, self.run_id, asked.seq, self.bodies[asked.kind])
+        kind = protocol.OBS if asked.kind == protocol.RESET else protocol.STEP
+        return protocol.pack(kind, self.run_id, asked.seq, self.bodies[asked.kind])
 
 
 class Counting:
@@ -164,15 +167,15 @@ class Numbers:
     """Messages of an actor of one environment of ``Counting``."""
 
     def __init__(self, number: int):
-        self.run_id, self.layout, self.sim = number + 1, wire.Layout(FACTS), Counting(1, life=number)
-        self.hello = wire.pack_json(wire.HELLO, self.run_id, 0, {"spec": FACTS, "role": "train"})
+        self.run_id, self.layout, self.sim = number + 1, protocol.Layout(FACTS), Counting(1, life=number)
+        self.hello = protocol.pack_json(protocol.HELLO, self.run_id, 0, {"spec": FACTS, "role": "train"})
 
     def answer(self, order: bytes) -> bytes:
         """Return the answer to an order; nothing to the last one."""
-        asked = wire.unpack(order)
-        if asked.kind == wire.BYE:
+        asked = protocol.unpack(order)
+        if asked.kind == protocol.BYE:
             return b""
-        if asked.kind == wire.RESET:
+        if asked.kind == protocol.RESET:
             return self.layout.pack_obs(self.run_id, asked.seq, self.sim.reset())
         return self.layout.pack_step(self.run_id, asked.seq, self.sim.step(self.layout.read_action(asked.body)))
 
@@ -298,9 +301,9 @@ async def knock(address: str, count: int) -> dict[str, Any]:
 
 async def stranger(address: str, kind: str) -> str:
     """Send one wrong HELLO. Return the status with which the stream ends."""
-    hello = bytearray(wire.pack_json(wire.HELLO, 7, 0, {"spec": FACTS, "role": "train"}))
+    hello = bytearray(protocol.pack_json(protocol.HELLO, 7, 0, {"spec": FACTS, "role": "train"}))
     if kind == "wrong version":
-        hello[4:6] = (wire.VERSION + 1).to_bytes(2, "little")
+        hello[4:6] = (protocol.VERSION + 1).to_bytes(2, "little")
     if kind == "garbage frame":
         hello = bytearray(os.urandom(len(hello)))
     async with grpc.aio.insecure_channel(address, options=OWN) as channel:

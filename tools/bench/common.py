@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -182,6 +183,17 @@ def save(data: Any, json_path: str | None) -> None:
     """Write ``data`` as JSON if there is a path."""
     if json_path is not None:
         Path(json_path).write_text(json.dumps(data, indent=1) + "\n")
+
+
+def json_lines(path: Path | None) -> list[Any]:
+    """Return the lines of a file, if there is one; a line that was cut off by an interruption is skipped."""
+    found = []
+    for line in path.read_text().splitlines() if path and path.exists() else ():
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError:
+            print(f"{path}: a damaged line is skipped", file=sys.stderr)
+    return found
 
 
 def _text(value: Any) -> str:

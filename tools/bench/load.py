@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from tools.bench.actors import KINDS, ask, environment, puppet, running, wait
-from tools.bench.common import machine, options, save
+from tools.bench.common import json_lines, machine, options, save
 
 CHECKED = Path(__file__).resolve().with_name("checked_learner.py")
 LEARNER = [
@@ -57,9 +57,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-# -- processes --------------------------------------------------------------------------------------------------------
-
-
 def free_address() -> str:
     """Return an address whose port no outgoing connection is given: a learner that restarts would find it taken."""
     for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
@@ -75,9 +72,6 @@ def footprint(pid: int) -> dict[str, float]:
     fields = {line.split(":")[0]: line.split()[1] for line in status if line.startswith(("VmRSS", "Threads"))}
     files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
     return {"rss_mib": int(fields["VmRSS"]) / 1024, "files": files, "threads": int(fields["Threads"])}
-
-
-# -- load -------------------------------------------------------------------------------------------------------------
 
 
 class Learner:
@@ -129,7 +123,7 @@ def load(folder: Path, count: int, refused: int, seconds: float) -> dict[str, An
         out["status"] = process.wait(120)
     text = learner.file.read_text()
     out["tracebacks"] = text.count("Traceback")
-    show(out)
+    print(json.dumps(out), flush=True)
     if out["tracebacks"] or not out["alive"]:
         print(text[-3000:], file=sys.stderr)
     return out
@@ -173,28 +167,6 @@ def reachable(address: str) -> bool:
         return probe.connect_ex((host, int(port))) == 0
 
 
-def show(out: dict[str, Any]) -> None:
-    """Print the results of one number of actors."""
-    mem = " -> ".join(
-        f"{out[k]['rss_mib']:.0f} MiB/{out[k]['files']} files ({k})"
-        for k in ("before", "loaded", "refused", "after")
-        if k in out
-    )
-    now, admission = out["load"], out["admission"]
-    print(f"{out['actors']} actors: admitted in {admission['last_admitted']:.2f} s, {out['too_many']} refused as "
-          f"{admission['codes']} within {admission['last_refused']:.2f} s")  # fmt: skip
-    print(f"  {now['steps_per_s']:,.0f} env steps/s, round trip p50 {now['p50_ms']:.1f} p99 {now['p99_ms']:.1f} ms, "
-          f"steps of an actor {now['least']} to {now['most']}, mean {now['mean']:.1f}")  # fmt: skip
-    print(f"  {mem}; threads {out['loaded']['threads']}; status {out['status']}, {out['tracebacks']} tracebacks")
-    if "refusals" in out:
-        found, during = out["refusals"], out["during"]
-        print(f"  refused in {found['seconds']:.1f} s: {found['outcomes']}")
-        print(f"  p50 {found['p50_ms']} p99 {found['p99_ms']} ms; meanwhile {during['steps_per_s']:,.0f} env steps/s")
-
-
-# -- restarts of both sides -------------------------------------------------------------------------------------------
-
-
 class Restarts:
     """A learner and actors whose processes are killed and started again.
 
@@ -227,9 +199,8 @@ class Restarts:
     def start_actor(self) -> int:
         self.life += 1
         words = ["actor", "--connect", self.address, "--task", "tools.bench.actors:Counting", "--num-envs", "1"]
-        self.actors[self.life] = self._start(
-            [sys.executable, "-m", "pql", *words, f"life={self.life}", "pause=0.01"], self.log
-        )
+        command = [sys.executable, "-m", "pql", *words, f"life={self.life}", "pause=0.01"]
+        self.actors[self.life] = self._start(command, self.log)
         return self.life
 
     def _start(self, command: list[str], log: IO[str]) -> subprocess.Popen[Any]:
@@ -244,15 +215,7 @@ class Restarts:
 
     def read(self, sitting: int) -> list[dict[str, Any]]:
         """Return the complete lines of a learner's tally."""
-        path = self.tally(sitting)
-        lines = path.read_text().splitlines() if path.exists() else []
-        out = []
-        for line in lines:
-            try:
-                out.append(json.loads(line))
-            except ValueError:  # cut by a kill
-                continue
-        return out
+        return json_lines(self.tally(sitting))
 
     def rows(self) -> int:
         return int(next((one["rows"] for one in reversed(self.read(self.sitting)) if "rows" in one), 0))
@@ -327,7 +290,7 @@ def restarts(folder: Path, seconds: float, seed: int, pause: tuple[float, float]
         raise
     finally:
         both.close()
-    show_restarts(out)
+    print(json.dumps(out), flush=True)
     return out
 
 
@@ -341,16 +304,6 @@ def counted(both: Restarts) -> dict[str, int]:
             for name in out.keys() & one.keys():
                 out[name] += one[name]
     return out
-
-
-def show_restarts(out: dict[str, Any]) -> None:
-    print(f"{out['seconds'] / 60:.1f} min: {out['restarts']} restarts, {out['rows']:,} env steps received")
-    print(f"  torn {out['torn']}, repeated {out['repeated']}; ring of the last learner: {out['ring']:,} rows, "
-          f"torn {out['ring_torn']}, repeated {out['ring_repeated']}")  # fmt: skip
-    for kind, times in out["back_s"].items():
-        if times:
-            print(f"  {kind} back at work: median {sorted(times)[len(times) // 2]:.1f} s, longest {max(times):.1f} s")
-    print(f"  exit statuses {out['status']}, {out['actors']}; {out['tracebacks']} tracebacks")
 
 
 if __name__ == "__main__":

@@ -151,17 +151,6 @@ def plan(args: argparse.Namespace) -> tuple[list[Job], int]:
     return jobs, len(args.contenders) * len(args.tasks) - len(known)
 
 
-def stored(path: Path | None) -> list[Run]:
-    """Return the finished runs of a file; a line cut off by an interruption is skipped."""
-    runs = []
-    for line in path.read_text().splitlines() if path and path.exists() else ():
-        try:
-            runs.append(json.loads(line))
-        except json.JSONDecodeError:
-            print(f"{path}: a damaged line is skipped", file=sys.stderr)
-    return runs
-
-
 def collect(args: argparse.Namespace) -> tuple[list[Run], int]:
     """Return all requested runs, including the file's, and the number that failed or could not be set up."""
     book = Book(Path(args.runs) if args.runs else None, args)
@@ -240,7 +229,7 @@ class Book:
         self.path, self.only_stored = path, args.table
         self.measure = measure if args.smoke else partial(measure_apart, python=args.python)
         self.rate_seconds, self.rate_runs = args.seconds if args.smoke else RATE_SECONDS, args.rate_runs
-        self.runs = {tuple({"points": 1, **run}[k] for k in FACTS): run for run in stored(path)}
+        self.runs = {tuple({"points": 1, **run}[k] for k in FACTS): run for run in common.json_lines(path)}
 
     def get(self, job: Job, episodes: int) -> tuple[Run | None, bool]:
         """Return the run and whether it had to be made (and stored); None if it failed."""
