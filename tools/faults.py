@@ -20,79 +20,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import _bench
 import pytest
 import torch
+
+from tools.bench import common
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 from fault_rows import ROWS, Row, numbers, source, stored  # noqa: E402
 
-NOTES: dict[int, str] = {
-    6: "workers are threads of the test's process; the logger is its tracker's process, without which a run goes on.",
-    11: "the stages are killed by the process that saves; kills at random moments of such a process are further tests.",
-    19: "each run makes ticks for ten minutes; [long runs](long-runs.md) has slopes of memory.",
-    20: "the server of *middle* and *end* is a stand-in that speaks wandb's protocol, and goes away.",
-    22: "pings are sent every 0.25 s instead of every 10 s.",
-    24: "2,000 over real streams; the others are frames that the learner's own reader parses. Oversize messages, wrong "
-    "versions and tokens are further tests.",
-    28: "resumed after every tenth kill; every other time it is rank 0, which hosts the store.",
-    30: "with shortened deadlines; of *first actor* it is the signal that is counted, of the others the deadline.",
-    33: "read-only and full: 20 in one process, where calls of the operating system fail, and 5 real processes: on a "
-    "disk of 8 MB in memory that another program fills, and in folders without the permission to write.",
-}
-"""What a row's count does not say, or why a row is below it."""
-
-HEAD = """# Fault matrix
-
-What must happen when something fails, and how often it was shown to happen. `make faults` runs the matrix and writes
-this page ({date}, {machine}). {effort} *Tried* counts injected faults, *survived* those with the required outcome; in a
-row with several forms, both are those of the form with the fewest, and the second table has all forms. (*) marks a row
-below its count; a test that failed first and then passed with the same sources counts twice. *Further tests* are not
-in the count. The time is that of the slowest test, which may inject several faults; *commit* is the version that was
-tested (+: with changes).{gpu}
-
-| row | fault | required outcome | count | tried | survived | further tests | slowest test, s | commit |
-|---|---|---|---|---|---|---|---|---|
-"""
-FORMS = """
-## Forms
-
-| row | form | count | tried | survived | slowest test, s |
-|---|---|---|---|---|---|
-"""
-
-FOUND = """
-## Found on the way
-
-Defects of the library that these tests found, all mended:
-
-* **Rows 6, 7**: workers went on with the jobs of a tick after another one had hung, so that the process did not end.
-* **Row 8**: Ctrl-C in an evaluation in which no episode had ended gave a traceback; training in a thread outlived the
-  main thread.
-* **Row 11**: a kill while older resume points were deleted, or settings written, ended every later resume.
-* **Row 12**: a second damaged resume point of the same tick hid the intact one before it; a damaged `last` was replaced
-  by `best` although newer points were intact.
-* **Rows 13, 33**: `rm -rf RUN/*` ended the run; `pql resume` on a full disk changed the run before it failed; after
-  failed writes, ranks deleted the last resume point that all of them had.
-* **Rows 16, 31**: control characters in a setting made runs that nobody could read afterwards; the settings are now
-  refused at the start.
-* **Row 18**: memory that ran out was reported without sizes.
-* **Row 20**: wandb's own file lacked the last 15 s if its server was gone at the end; it is now written every second.
-  If no episode of the last evaluation ended, it was left out without a warning.
-* **Rows 22, 30**: an actor waited for ever for a learner that said nothing, and longer than its `--patience` for the
-  first answer.
-* **Row 24**: connections without a token used up the learner's open files, so that it could not save; connections of
-  more than about 800 actors at once were cancelled after 30 s.
-* **Row 28**: if rank 0 was stopped, which hosts the store, the other ranks waited for ever. With a real kill of rank 0
-  they ended.
-* **Row 30**: `pql pull` waited for ever for a hub that said nothing; an actor that did not read its welcome kept its
-  slots.
-* **Row 32**: locks followed links and opened pipes.
-* **Row 35**: refused messages stayed in memory: in the traceback of the refusal, in the allocator after gRPC had freed
-  them late, and at the end of each thread's heap (up to 64 MB), which `malloc_trim` does not return. Now at most 8 MB
-  of each stay; a smaller limit makes updates up to 28 % slower.
-"""
+TEMPLATE = Path(__file__).with_suffix(".md")
+"""The page's text: what a row's count does not say, and what the tests found."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -122,9 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     table, forms = rows(runs), form_rows(runs)
     print("\n".join(table))
     if args.page:
-        head = HEAD.format(date=time.strftime("%Y-%m-%d"), machine=_bench.machine(), effort=effort(runs), gpu=gpu())
-        body = "\n".join(table[2:]) + "\n" + notes() + FORMS + "\n".join(forms) + "\n" + FOUND
-        Path(args.page).write_text(head + body)
+        facts = {"date": time.strftime("%Y-%m-%d"), "machine": common.machine(), "effort": effort(runs), "gpu": gpu()}
+        text = TEMPLATE.read_text().format(**facts, rows="\n".join(table[2:]), forms="\n".join(forms))
+        Path(args.page).write_text(text)
     failed = [run for run in runs if run["outcome"] == "failed"]
     for run in failed:
         print(f"failed: {run['test']}", file=sys.stderr)
@@ -187,7 +125,7 @@ def below(number: int, runs: Sequence[dict[str, Any]]) -> list[str]:
 
 def rows(runs: Sequence[dict[str, Any]]) -> list[str]:
     """Return the table's lines, with its head."""
-    out = HEAD.splitlines()[-2:]
+    out = TEMPLATE.read_text().partition("\n{rows}")[0].splitlines()[-2:]
     for number, row in ROWS.items():
         forms, more = [of(number, runs, form) for form in row.forms], of(number, runs, None)
         tried, survived = min(map(counted, forms), key=lambda counts: counts[1])
@@ -230,11 +168,6 @@ def gpu() -> str:
     """Return a sentence about the tests for GPUs where there is none."""
     skipped = " The matrix has tests for GPUs, which were skipped:\n**nothing here was measured on a GPU**."
     return "" if torch.cuda.is_available() else skipped
-
-
-def notes() -> str:
-    """Return the notes on rows as a list."""
-    return "".join(f"\n* **Row {number}**: {text}" for number, text in sorted(NOTES.items())) + "\n" * bool(NOTES)
 
 
 if __name__ == "__main__":

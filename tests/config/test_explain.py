@@ -3,11 +3,11 @@
 import re
 
 import pytest
-import settings_page
 
 from pql.cli.main import main
 from pql.config import leaves
 from pql.config.compose import compose
+from tools import pages
 
 ALGOS = ("pql", "sac", "dqn", "r2d2", "ppo", "impala", "pqn", "reppo")
 
@@ -124,4 +124,4 @@ def test_a_folder_of_presets_by_option(capsys, tmp_path):
 
 
 def test_the_reference_of_settings_is_up_to_date():
-    assert settings_page.PAGE.read_text() == settings_page.page(), "python tools/settings_page.py writes it"
+    assert (pages.DOCS / "settings.md").read_text() == pages.settings_page(), "python tools/pages.py writes it"

@@ -9,7 +9,6 @@ import torch
 # ruff: noqa: E402
 mujoco = pytest.importorskip("mujoco")  # first: the imports below need it
 
-from by_hand import tilt
 from run_files import words
 
 import pql
@@ -21,6 +20,7 @@ from pql.envs.mujoco.isaac.measure import Wrench, into, rotation
 from pql.envs.mujoco.task import Robot
 from pql.nets.encoders import groups_of
 from pql.run.session import Session
+from tools.originals.by_hand import tilt
 
 DOUBLE = torch.float64
 

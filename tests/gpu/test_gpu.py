@@ -1,6 +1,6 @@
 """Tests on a CUDA device: captured graphs, concurrent streams, and ticks without host syncs.
 
-``python tools/gpu_check.py`` runs these tests on one. Without a device most run on a stand-in (``stand_in.py``) with
+``python tools/gpu/check.py`` runs these tests on one. Without a device most run on a stand-in (``stand_in.py``) with
 smaller networks, so that their code is exercised; the others are skipped.
 """
 

@@ -120,7 +120,8 @@ def check_script(words):
     if not (path.exists() or words[0].startswith("fast_td3/")):
         raise AssertionError(f"{words[0]}: no such file")
     if words[0].startswith("tools/"):
-        text = path.read_text() + "".join(p.read_text() for p in path.parent.glob("_*.py"))
+        common = path.with_name("common.py")  # of a folder of scripts
+        text = path.read_text() + (common.read_text() if common.exists() else "")
         assert [w for w in words if w.startswith("--") and f'"{w.partition("=")[0]}"' not in text] == []
 
 
@@ -218,7 +219,7 @@ def test_every_block_has_a_language_that_is_checked():
         "pql eval runs/x episode=3",
         "pql sweep task=halfcheetah 'algo.critic.lrr=interval(1e-4,1e-2)'",
         "make tests",
-        "python tools/bench_peers.py --contender x",
+        "python tools/peers/compare.py --contender x",
         "pip install 'pql-rl[mujocoo]'",
         "pqq train",
     ],

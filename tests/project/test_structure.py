@@ -8,10 +8,10 @@ import warnings
 from pathlib import Path
 
 import pytest
-import structure
 
 import pql
 from pql.contract.moved import MOVED, SPLIT
+from tools import structure
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = structure.modules(ROOT)
