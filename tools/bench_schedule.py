@@ -199,7 +199,7 @@ def env_steps(collector: Collector, overlap: bool, seconds: float) -> Round:
     """Return env-steps per second in ticks of ``STEPS`` steps."""
 
     def one() -> float:
-        collector.overlap = overlap
+        collector.stepper.overlap = overlap
         with intra_op(1):
             return rate(lambda: collector.run(STEPS), seconds) * STEPS * collector.env.spec.num_envs
 
@@ -211,7 +211,7 @@ def halves(args: Any) -> list[dict[str, Any]]:
     config = make_config(16, 32, [16, 16], 1, 1) if args.smoke else make_config(128, 512, [512, 512], 1, 1)
     (two, pair), (one, single) = (sampler(config, groups, args) for groups in (2, 1))
     with intra_op(1), torch.no_grad():
-        act = 1 / rate(two.lanes[0].act, args.seconds)
+        act = 1 / rate(two.slices[0].act, args.seconds)
     for env, count in ((pair[0], 1), (pair[1], 1), (single[0], 2)):
         env.seconds = act * count
     print(f"halves: acting on one takes {act * 1e3:.2f} ms")

@@ -95,7 +95,7 @@ def _assemble(setup: Setup, wiring: Wiring, trace: Trace | None, executor: Execu
     """Create slots, jobs, workers and the schedule for a family's wiring."""
     config, counts, devices = setup.config, setup.counts, setup.devices
     collector, roles, kind = wiring.collector, wiring.roles, config.algo.schedule
-    collector.overlap = config.placement.overlap
+    collector.stepper.overlap = config.placement.overlap
     owned = {name: source for role in roles.values() for name, source in role.owns.items()}
     lag = {"policy": getattr(config.algo, "policy_lag", 0)}
     slots = {name: WeightSlot(name, source, lag.get(name, 0)) for name, source in owned.items()}
