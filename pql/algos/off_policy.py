@@ -69,7 +69,7 @@ class Trainer:
 
     Attributes:
         state: mutated by ``update``.
-        inputs: private copies of networks published by other workers.
+        inputs: own copies of networks published by other workers.
         pulls: tensors of those copies, by the slot that fills them.
         owns: published tensors, by slot.
     """
@@ -195,10 +195,10 @@ def wire_off_policy(kind: OffPolicy, setup: Setup) -> Wiring:
 def critic_role(
     kind: OffPolicy, setup: Setup, policy: nn.Module, critic: Critic, norm: Normalizer, replay: Replay
 ) -> Role:
-    """Create the V-learner: critic, target, and private copies of policy, normaliser and cursor."""
+    """Create the V-learner: critic, target, and own copies of policy, normaliser and cursor."""
     config, device = setup.config, replay.device
     algo = own(config, ActorCriticConfig)
-    trainer = kind.value(config, private(critic, algo, device), private(policy, algo, device), device)
+    trainer = kind.value(config, learner_copy(critic, algo, device), learner_copy(policy, algo, device), device)
     replay.constants(algo.n_step, algo.gamma)  # the copy to the device would stall the first tick
     draw = ValueDraw(algo, replay, Cursor(replay.num_envs, device), norm.copy_to(device), make_augment(setup))
     learner = Learner("v", trainer.state, trainer.update, draw, trainer.inputs, setup.generator("v"))
@@ -208,10 +208,10 @@ def critic_role(
 def policy_role(
     kind: OffPolicy, setup: Setup, policy: nn.Module, critic: Critic, norm: Normalizer, replay: Replay
 ) -> Role:
-    """Create the P-learner: policy, and private copies of critic, normaliser and cursor."""
+    """Create the P-learner: policy, and own copies of critic, normaliser and cursor."""
     config, device, size = setup.config, replay.device, cast(Box, setup.spec.action).size
     algo = own(config, ActorCriticConfig)
-    policy, critic = private(policy, algo, device), private(critic, algo, device)
+    policy, critic = learner_copy(policy, algo, device), learner_copy(critic, algo, device)
     lend_encoder(critic, policy)
     trainer = kind.improve(config, policy, critic, size, device)
     if algo.policy.average is not None:
@@ -271,7 +271,7 @@ def make_augment(setup: Setup) -> Augment:
     return Augment(images, encoder.shift, encoder.jitter)
 
 
-def private(net: Net, algo: ActorCriticConfig, device: torch.device) -> Net:
+def learner_copy(net: Net, algo: ActorCriticConfig, device: torch.device) -> Net:
     """Return a learner's copy of a network, which computes in the learners' precision."""
     net = copy.deepcopy(net).to(device)
     if isinstance(net, Reads):

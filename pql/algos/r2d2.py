@@ -171,7 +171,7 @@ def make_sequences(config: Config, states: States) -> Sequences:
 def sequence_role(
     kind: Recurrent, setup: Setup, net: RecurrentQNetwork, norm: Normalizer, sequences: Sequences
 ) -> Role:
-    """Create the V-learner: network and target, priorities, and private copies of normaliser and cursor."""
+    """Create the V-learner: network and target, priorities, and own copies of normaliser and cursor."""
     config, counts, ring = setup.config, setup.counts, sequences.ring
     algo = own(config, R2d2Config)
     device, wanted = ring.device, algo.priority
@@ -181,10 +181,10 @@ def sequence_role(
     ranked = RankedSequences(sequences, make_rule(wanted, ring, counts, algo.huber), algo.eta, target)
     every = target_updates(config, counts)
     state = ValueState(flat, old, make_optimizer(config, flat), Clock(device), every, ranked)
-    cursor, private = Cursor(ring.num_envs, device), norm.copy_to(device)
-    draw = SequenceDraw(algo.batch_size, cursor, private, ranked)
+    cursor, learner_norm = Cursor(ring.num_envs, device), norm.copy_to(device)
+    draw = SequenceDraw(algo.batch_size, cursor, learner_norm, ranked)
     learner = Learner("v", state, kind.update, draw, algo, setup.generator("v"))
-    pulls = {"norm": private.frozen(), "rows": cursor.tensors()}
+    pulls = {"norm": learner_norm.frozen(), "rows": cursor.tensors()}
     return Role(pulls, {"policy": [flat.data]}, learner, cursor)
 
 

@@ -166,7 +166,7 @@ def wire_value_based(kind: ValueBased, setup: Setup) -> Wiring:
 
 
 def value_role(kind: ValueBased, setup: Setup, net: QNetwork, norm: Normalizer, ring: Replay) -> Role:
-    """Create the V-learner: network and target, optional priorities, and private copies of normaliser and cursor."""
+    """Create the V-learner: network and target, optional priorities, and own copies of normaliser and cursor."""
     config, counts, device = setup.config, setup.counts, ring.device
     algo = own(config, DqnConfig)
     net.amp = algo.amp  # of the learner's own networks; the collector has its copy
@@ -175,13 +175,13 @@ def value_role(kind: ValueBased, setup: Setup, net: QNetwork, norm: Normalizer, 
     every = target_updates(config, counts)
     state = ValueState(flat, target, make_optimizer(config, flat), Clock(device), every, ranked)
     ring.constants(algo.n_step, algo.gamma)  # the copy to the device would stall the first tick
-    cursor, private = Cursor(ring.num_envs, device), norm.copy_to(device)
-    draw = TransitionDraw(algo, ring, cursor, private, ranked)
+    cursor, learner_norm = Cursor(ring.num_envs, device), norm.copy_to(device)
+    draw = TransitionDraw(algo, ring, cursor, learner_norm, ranked)
     begin = rest = None
     if ranked is not None:
-        begin, rest = partial(ranked.begin, cursor), partial(ranked.open, cursor, private.reward_scale)
+        begin, rest = partial(ranked.begin, cursor), partial(ranked.open, cursor, learner_norm.reward_scale)
     learner = Learner("v", state, kind.update, draw, algo, setup.generator("v"), begin=begin, rest=rest)
-    pulls = {"norm": private.frozen(), "rows": cursor.tensors()}
+    pulls = {"norm": learner_norm.frozen(), "rows": cursor.tensors()}
     return Role(pulls, {"policy": [flat.data]}, learner, cursor)
 
 
