@@ -198,7 +198,7 @@ def test_priorities_hold_with_columns_apart():
     head = cursor.head
     for column in range(N):
         top = int(head[column])
-        low = max(0, top - ranked.reach)
+        low = max(0, top - ring.reach)
         row = torch.arange(low, max(low, top - 3))
         where = torch.full_like(row, column)
         mask = ring.targets(cursor, row, where, head[where], 3, GAMMA).mask
