@@ -12,12 +12,13 @@ from torch import Generator
 from pql.collect.actors import Actor
 from pql.collect.env_slice import EnvSlice
 from pql.collect.nonfinite import mask_and
-from pql.collect.state import CollectorState, Store
+from pql.collect.state import CollectorState
 from pql.collect.steppers import Going, LateAnswers, Turns
 from pql.contract.env import VecEnv, make_ready
 from pql.contract.rules import check_answer
 from pql.data.normalize import Normalizer
 from pql.data.replay import Replay
+from pql.data.store import Store
 from pql.engine.graph import Capture
 
 

@@ -4,9 +4,9 @@ It is built first. Env slices act and record on it, steppers decide which slice 
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Generator, Tensor
@@ -20,41 +20,9 @@ from pql.contract.env import VecEnv
 from pql.contract.optional import PartialReset, Resumable, supports
 from pql.contract.rules import check_answer
 from pql.data.normalize import Normalizer
+from pql.data.store import Store
 from pql.engine import watchdog
-from pql.types import Memory, Obs, Step
-
-
-class Store(Protocol):
-    """Destination of rows: a replay or a rollout."""
-
-    device: torch.device
-
-    def begin(self, obs: Obs) -> None:
-        """Set the first observation that the run acts on."""
-        ...
-
-    def open(self, obs: Obs, memory: Memory | None) -> None:
-        """Begin a tick at this observation, with the policy's memory (None: it has none)."""
-        ...
-
-    def insert(self, acted: Any, step: Step, columns: Tensor | None = None) -> None:
-        """Append a row to ``columns`` ([n] int64; default: all): the data of ``Actor.record`` and the resulting step.
-
-        A store whose columns may advance independently (``ragged``) gets a fourth argument: the columns that have
-        answered, [n] bool.
-        """
-        ...
-
-    def restart(self, obs: Obs) -> None:
-        """Continue from ``obs`` [N, ...] in new episodes: an unannounced restart."""
-        ...
-
-    def positions(self) -> list[Tensor]:
-        """Return the write positions, which are restored after a warm-up of the captured recording."""
-        ...
-
-    def state_dict(self) -> dict[str, Tensor]: ...
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...
+from pql.types import Obs
 
 
 class CollectorState:
@@ -75,7 +43,7 @@ class CollectorState:
         self.env, self.actor, self.normalizer, self.stores, self.gen = env, actor, normalizer, stores, gen
         spec, n = env.spec, env.spec.num_envs
         self.device = device = spec.device
-        self.late = spec.spread > 1 and all(getattr(s, "ragged", False) for s in stores)
+        self.late = spec.spread > 1 and all(s.ragged for s in stores)
         self.groups = 1 if spec.spread > 1 and not self.late else spec.groups  # else a step waits for all
         self.obs = {k: torch.zeros(n, *s.shape, dtype=s.dtype, device=device) for k, s in spec.obs.items()}
         self.episodes = EpisodeStats(n, spec.log, device)

@@ -30,7 +30,8 @@ from pql.data.flags import ENDS, NEXT_FIRST, OLDER_FINAL_OK, Packer, tables
 from pql.data.frames import Stacker, as_stored, deepest, fitted, kept_shape, newest_frame, put
 from pql.data.normalize import clip
 from pql.data.sizes import ReplayLayout, action_store, storage_dtype
-from pql.types import Acted, Batch, Memory, Obs, ObsBatch, Rows, Step, fill
+from pql.data.store import Store
+from pql.types import Acted, Batch, Obs, ObsBatch, Rows, Step, fill
 
 
 class Cursor:
@@ -61,7 +62,7 @@ class Window(NamedTuple):
     successor: Tensor  # int64, cell of the next observation
 
 
-class Replay:
+class Replay(Store):
     """A ring of ``rows`` x ``num_envs`` transitions on one device.
 
     Index words, here and in all readers of a ring::
@@ -123,9 +124,6 @@ class Replay:
         """Write the first observation [n, ...] of ``columns`` (default: all)."""
         columns = self.columns if columns is None else columns
         self._write_obs(self.cell(self.live.head[columns], columns), obs)
-
-    def open(self, obs: Obs, memory: Memory | None) -> None:
-        """Called at the beginning of a tick with observations [N, ...]; a ring has nothing to do then."""
 
     def positions(self) -> list[Tensor]:
         """Return the write positions, [N] each."""

@@ -29,6 +29,7 @@ from torch import Generator, Tensor
 from pql.contract.env import EnvSpec
 from pql.data.frames import put
 from pql.data.normalize import Normalizer, clip
+from pql.data.store import Store
 from pql.types import Memory, Obs, Rows, Step
 
 STEPS = ("action", "params", "reward", "flags", "final", "version")
@@ -103,8 +104,8 @@ class View:
         return [self.half, *self.norm.frozen()]
 
 
-class Rollout:
-    """Storage for one or two segments, written by the collector through the same interface as the replay.
+class Rollout(Store):
+    """Storage for one or two segments, each of a tick: ``open`` gets its first observation.
 
     Args:
         spec: of the environment.
@@ -152,12 +153,6 @@ class Rollout:
         self._next = torch.arange(1, horizon + 1, device=device).unsqueeze(1)
 
     # -- writing ------------------------------------------------------------------------------------------------------
-
-    def begin(self, obs: Obs) -> None:
-        """Do nothing: the tick's ``open`` gets the observation."""
-
-    def restart(self, obs: Obs) -> None:
-        """Do nothing: a segment ends with its tick."""
 
     def take_statistics(self) -> None:
         """Use the current statistics for all later reads."""

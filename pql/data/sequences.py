@@ -22,7 +22,8 @@ from torch import Generator, Tensor
 
 from pql.data.priority import PriorityRule, Ranked, valued_when_acted
 from pql.data.replay import Cursor, Replay
-from pql.types import Acted, Memory, Obs, Rows, Step, fill
+from pql.data.store import Store
+from pql.types import Acted, Obs, Rows, Step, fill
 
 Target = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -42,8 +43,9 @@ class Sequence(NamedTuple):
     index: Tensor  # type: ignore[assignment]  # [B] int64, for the priorities
 
 
-class States:
-    """Recurrent states before the actions of a ring's aligned rows, stored next to the ring.
+class States(Store):
+    """Recurrent states before the actions of a ring's aligned rows, stored next to the ring. Sequences cross ticks, and
+    after a restart the next aligned row stores a zero state.
 
     Args:
         ring: its rows are a whole number of periods. Each row must be inserted here before it is inserted there.
@@ -56,15 +58,6 @@ class States:
         self.slots, self.ragged = ring.rows // period, ring.ragged  # P
         # One scratch slot for states that are not kept: every row writes, so that nothing branches.
         self.carry = torch.zeros((self.slots + 1) * ring.num_envs, size, device=self.device)
-
-    def begin(self, obs: Obs) -> None:
-        """Do nothing: observations are stored in the ring."""
-
-    def open(self, obs: Obs, memory: Memory | None) -> None:
-        """Do nothing: sequences cross ticks."""
-
-    def restart(self, obs: Obs) -> None:
-        """Do nothing: the policy restarts with a zero state, which the next aligned row stores."""
 
     def insert(self, acted: Acted, step: Step, columns: Tensor | None = None, arrived: Tensor | None = None) -> None:
         """Store ``acted.extra["carry"]`` [n, C] if the row is aligned and exists.
@@ -79,9 +72,6 @@ class States:
         kept = kept if arrived is None else kept & arrived
         slot = torch.where(kept, row // self.period % self.slots, self.slots)
         self.carry.index_copy_(0, slot * ring.num_envs + columns, acted.extra["carry"])
-
-    def positions(self) -> list[Tensor]:
-        return []
 
     def at(self, row: Tensor, column: Tensor) -> Tensor:
         """Return the state before aligned ``row`` of ``column`` (both [B]): [B, C]."""

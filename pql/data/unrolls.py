@@ -26,14 +26,15 @@ from pql.contract.env import EnvSpec
 from pql.data.frames import put
 from pql.data.normalize import Normalizer
 from pql.data.rollout import PolicyOutput, Rollout, Segment, View, needs_room
+from pql.data.store import Store
 from pql.types import Memory, Obs, Rows, Step
 
 FULL = 3
 """Full places per environment."""
 
 
-class Unrolls:
-    """Storage for environments that may answer late, with the same interface as the replay.
+class Unrolls(Store):
+    """Storage for environments that may answer late.
 
     Arguments are those of ``Rollout``.
 
