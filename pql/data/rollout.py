@@ -135,8 +135,8 @@ class Rollout(Store):
         self.rows = horizon + 1 + self.finals + 1
         count = halves * self.rows * n
         self.obs = {k: torch.zeros(count, *s.shape, dtype=s.dtype, device=device) for k, s in spec.obs.items()}
-        steps, kind = halves * horizon, spec.action.dtype
-        self.action = torch.zeros(steps, n, *spec.action.shape, dtype=kind, device=device)
+        steps = halves * horizon
+        self.action = torch.zeros(steps, n, *spec.action.shape, dtype=spec.action.dtype, device=device)
         self.params = torch.zeros(steps, n, params_size, device=device)
         self.reward = torch.zeros(steps, n, device=device)
         self.flags = torch.zeros(steps, n, 5, dtype=torch.bool, device=device)
