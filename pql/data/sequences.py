@@ -107,13 +107,7 @@ class Sequences:
         size: S, rows that must be sealed: burn_in + length + n.
     """
 
-    def __init__(
-        self,
-        states: States,
-        span: Span,
-        gamma: float,
-        stored: bool = True,
-    ):
+    def __init__(self, states: States, span: Span, gamma: float, stored: bool = True):
         ring, (burn_in, length, n) = states.ring, span
         self.ring, self.states, self.burn_in, self.length, self.n, self.gamma = ring, states, burn_in, length, n, gamma
         self.size, self.stored, self.count = burn_in + length + n, stored, states.slots * ring.num_envs
@@ -183,13 +177,7 @@ class RankedSequences(Ranked):
         entered: [P * N] int64; first row of the sequence of each leaf; -1 if there is none.
     """
 
-    def __init__(
-        self,
-        sequences: Sequences,
-        rule: PriorityRule,
-        eta: float = 0.9,
-        target: Target | None = None,
-    ):
+    def __init__(self, sequences: Sequences, rule: PriorityRule, eta: float = 0.9, target: Target | None = None):
         device, states = sequences.ring.device, sequences.states
         super().__init__(sequences.count, device, rule)
         self.sequences, self.eta, self.target = sequences, eta, target

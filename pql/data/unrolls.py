@@ -47,13 +47,7 @@ class Unrolls(Store):
     ragged = True
 
     def __init__(
-        self,
-        spec: EnvSpec,
-        norm: Normalizer,
-        horizon: int,
-        params_size: int,
-        device: torch.device,
-        carry_size: int = 0,
+        self, spec: EnvSpec, norm: Normalizer, horizon: int, params_size: int, device: torch.device, carry_size: int = 0
     ):
         n = spec.num_envs
         self.num_envs, self.horizon, self.device, self.size = n, horizon, device, FULL * n

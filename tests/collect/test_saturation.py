@@ -44,10 +44,7 @@ def test_the_measures_are_those_of_a_loop():
     assert frozen == 3 / 8  # the bang-bang one counts for nothing
     assert 0.5 < saturated < 0.6
     meter(torch.zeros(4, 2))
-    assert reported(meter) == {
-        "policy/saturated": 0.0,
-        "policy/frozen": 3 / 8,
-    }  # the mean continues
+    assert reported(meter) == {"policy/saturated": 0.0, "policy/frozen": 3 / 8}  # the mean continues
     meter.reset()
     assert reported(meter) == {"policy/saturated": 0.0, "policy/frozen": 0.0}
 

@@ -275,10 +275,7 @@ def test_a_ring_of_an_older_release_is_taken(behind):
             "checkpoint=reward: expected 24 to 36 rows, from this run's settings",
         ),
         (lambda s: s | {"flags": s["flags"].repeat(20)}, "checkpoint=flags: expected 24 to 36 rows, .*, not 600"),
-        (
-            lambda s: s | {"obs.policy": s["obs.policy"][:0]},
-            "obs.policy: expected 24 to 36 rows",
-        ),
+        (lambda s: s | {"obs.policy": s["obs.policy"][:0]}, "obs.policy: expected 24 to 36 rows"),
         (lambda s: s | {"head": s["head"][:1]}, "checkpoint=head: expected 3 to 3 rows"),
     ],
 )

@@ -1,6 +1,5 @@
 """Replay files: a ring is restored bit for bit, and recorded data give the expected windows."""
 
-import random
 import re
 
 import pytest
@@ -138,7 +137,7 @@ def test_whole_numbers_keep_their_type(tmp_path, dtype):
 # -- prefill ----------------------------------------------------------------------------------------------------------
 
 
-def flat(steps: int, ends: dict[int, str], order: list[int] | None = None) -> dict[str, torch.Tensor]:
+def flat(steps: int, ends: dict[int, str]) -> dict[str, torch.Tensor]:
     """Transitions of one environment, observation i -> i + 1; at an end the next episode begins at i + 1 + 1000."""
     now, after, number = [], [], 0
     for i in range(steps):
@@ -150,7 +149,7 @@ def flat(steps: int, ends: dict[int, str], order: list[int] | None = None) -> di
     data["reward"] = torch.arange(steps) / 8
     data["terminated"] = torch.tensor([ends.get(i) == "terminated" for i in range(steps)])
     data["truncated"] = torch.tensor([ends.get(i) == "truncated" for i in range(steps)])
-    return {k: v[order].contiguous() for k, v in data.items()} if order else data
+    return data
 
 
 def windows_by_number(replay: Replay, n: int) -> dict[int, tuple]:
@@ -196,22 +195,6 @@ def test_prefilled_transitions_become_their_n_step_windows(tmp_path):
     assert moments.count == 12
     assert moments.mean[0].item() == pytest.approx(sum(now) / 12)
     assert collector.normalizer.scale_policy[0] < 0.01  # frozen, in use
-
-
-def test_shuffled_transitions_lose_nothing_but_their_neighbours(tmp_path):
-    order = list(range(12))
-    random.Random(3).shuffle(order)
-    data = flat(12, {3: "terminated", 7: "truncated"}, order)
-    save_file(data, tmp_path / "data.safetensors")
-    collector = FakeCollector(SPECS, 2, 40)
-    taken = prefill(collector, tmp_path / "data.safetensors")
-    one = windows_by_number(collector.replays[0], 1)
-    assert taken == len(one) >= 11  # an odd number of rows does not divide among two environments
-    for i, number in enumerate(data["obs.policy"][:, 0].int().tolist()):
-        if number in one:
-            want = 0.0 if data["terminated"][i] else 0.5
-            assert one[number][1:3] == (pytest.approx(data["reward"][i].item()), want)
-            assert data["terminated"][i] or one[number][3] == number + 1
 
 
 def test_several_environments_share_the_data_and_the_newest_are_taken(tmp_path):
