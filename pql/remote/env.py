@@ -35,7 +35,7 @@ class Remote:
     """Asynchronous ``VecEnv`` with ``num_envs`` slots for the environments of remote actors.
 
     The constructor waits for the first actor. Environments may answer late, leave and be replaced (see
-    ``pql.collect.asynchronous``): after the loss of an actor its slots continue with a new one, after a filler row with
+    ``pql.collect.steppers``): after the loss of an actor its slots continue with a new one, after a filler row with
     ``first`` set. ``reset`` and ``step`` wait for all connected actors. Fields of a ``Step`` are [N, ...], or [n, ...]
     for a group.
 

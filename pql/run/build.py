@@ -25,7 +25,7 @@ from pql.engine.worker import LearnerJob, WeightSlot, Worker
 from pql.errors import ConfigError
 from pql.run.components import Parts, Replica
 from pql.run.replicas import Replicas, replica_names, replica_shares
-from pql.run.task import build_env, check_groups, describe_env, telling
+from pql.run.task import build_env, check_groups, describe_env, with_last_action
 
 
 def build(
@@ -40,7 +40,7 @@ def build(
         ConfigError: incompatible settings, before the simulator starts if its spec is available without it.
     """
     family = family_of(config)
-    env = None if env is None else telling(config, env)
+    env = None if env is None else with_last_action(config, env)
     each = replica_shares(config)
     learners = config.algo.learners
     devices = [worker_devices(share, learners) for share in each]
@@ -95,7 +95,7 @@ def _assemble(setup: Setup, wiring: Wiring, trace: Trace | None, executor: Execu
     """Create slots, jobs, workers and the schedule for a family's wiring."""
     config, counts, devices = setup.config, setup.counts, setup.devices
     collector, kind = wiring.collector, config.algo.schedule
-    collector.overlap = config.placement.overlap
+    collector.stepper.overlap = config.placement.overlap
     learners = {one.name: one for one in wiring.learners}
     # Learners first: their work is on the GPU's queue before a simulator blocks the host.
     exchanged = {w: (one.pulls, one.publishes) for w, one in learners.items()}

@@ -204,14 +204,14 @@ def random_actions(env: VecEnv, epsilon: float, seed: int) -> Callable[[Tensor],
     check_acting_epsilon(epsilon, env.spec)
     if epsilon == 0:
         return lambda action: action
-    device, kind = env.spec.device, env.spec.action
+    device, space = env.spec.device, cast(Discrete | MultiDiscrete, env.spec.action)
     gen = torch.Generator(device).manual_seed(seed)
 
     def explore(action: Tensor) -> Tensor:
-        if isinstance(kind, MultiDiscrete):
+        if isinstance(space, MultiDiscrete):
             chosen = torch.rand(len(action), 1, generator=gen, device=device) < epsilon
-            return torch.where(chosen, kind.random(len(action), gen), action)
-        random = torch.randint(cast(Discrete, kind).n, action.shape, generator=gen, device=device)
+            return torch.where(chosen, space.random(len(action), gen), action)
+        random = space.random(len(action), gen)
         return torch.where(torch.rand(action.shape, generator=gen, device=device) < epsilon, random, action)
 
     return explore

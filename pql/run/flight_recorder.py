@@ -62,9 +62,9 @@ def dump(path: Path, config: Config, collector: "Collector", counters: dict[str,
 
     if collector.device.type == "cuda":  # the run is over: a host sync is harmless
         torch.cuda.synchronize(collector.device)
-    returned = {str(i): lane.returned() for i, lane in enumerate(collector.lanes)}
+    returned = {str(i): one.returned() for i, one in enumerate(collector.slices)}
     tree = {
-        **collector.box.state_dict(),
+        **collector.recorder.state_dict(),
         "returned": returned,
         "gen": collector.gen.get_state(),
         "last": {"obs": collector.obs, "action": collector.actor.action},

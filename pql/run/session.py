@@ -153,7 +153,7 @@ class Session:
         rundir.check_shared(self.run_dir)
         self._window = self._begun = self._totals()
         updates = self.parts.updates()
-        self._guard = NonFiniteMonitor(self.warn, updates, self.parts.first.collector.restarts)
+        self._guard = NonFiniteMonitor(self.warn, updates, self.parts.first.collector.state.restarts)
         self._frozen = FrozenPolicy(self.warn, updates["p"], reads(config, "algo.policy.saturation_penalty"))
         self._say_more()
 

@@ -14,7 +14,7 @@ from pql.config import Config
 from pql.config.validate import resolve_device
 from pql.contract.env import EnvSpec, VecEnv, check_keywords, find_factory, make_env
 from pql.contract.grouped import Grouped, grouped_spec
-from pql.contract.last_action import Feedback, feedback_spec
+from pql.contract.last_action import LastAction, last_action_spec
 from pql.engine.placement import thread_counts
 from pql.errors import ConfigError
 
@@ -43,12 +43,12 @@ def describe_env(config: Config, device: torch.device) -> EnvSpec | None:
 def whole_spec(config: Config, one: EnvSpec, groups: int) -> EnvSpec:
     """Spec of ``groups`` simulators like ``one`` combined, as the run sees it."""
     spec = one if groups == 1 else grouped_spec(one, groups)
-    return feedback_spec(spec) if config.algo.needs_last_action else spec
+    return last_action_spec(spec) if config.algo.needs_last_action else spec
 
 
-def telling(config: Config, env: VecEnv) -> VecEnv:
+def with_last_action(config: Config, env: VecEnv) -> VecEnv:
     """Return ``env``, wrapped to observe the last action and reward if the algorithm needs them."""
-    return Feedback(env, config.task.reward_clip) if config.algo.needs_last_action else env
+    return LastAction(env, config.task.reward_clip) if config.algo.needs_last_action else env
 
 
 def task_kwargs(config: Config) -> dict[str, Any]:
@@ -103,8 +103,8 @@ def build_env(
         kwargs = env_kwargs(config, groups)
         make, forms = partial(make_env, config.task.name, device=device, **kwargs), "groups" in kwargs
     if groups is None or groups == 1 or forms:
-        return telling(config, make(num_envs=count))
-    return telling(config, Grouped.make(lambda: make(num_envs=count // groups), groups))
+        return with_last_action(config, make(num_envs=count))
+    return with_last_action(config, Grouped.make(lambda: make(num_envs=count // groups), groups))
 
 
 def staggered(config: Config) -> bool:

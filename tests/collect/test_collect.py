@@ -207,7 +207,7 @@ def test_so_are_late_answers_and_restarts():
     parts.start()
     parts.warm_up(8)
     with refused("wide", "reset_where"):
-        parts.first.collector.restart(torch.ones(6, dtype=torch.bool))
+        parts.first.collector.state.restart(torch.ones(6, dtype=torch.bool))
 
 
 @pytest.mark.parametrize(("slip", "where"), [("wide", "reset"), ("column", "step"), ("array", "step")])

@@ -310,14 +310,14 @@ def unsound(parts):
 
 def spoil(parts, faults):
     """The actor's outputs and recurrent state are NaN or infinite according to ``faults`` {step: environments}."""
-    (lane,) = parts.first.collector.lanes
-    actor, act = lane.actor, lane.actor.act
+    (one,) = parts.first.collector.slices
+    actor, act = one.state.actor, one.state.actor.act
 
     def acting(obs, gen):
         act(obs, gen)
         now = parts.first.env.time
         if now in faults:
-            for tensor in lane.made:
+            for tensor in one.made:
                 tensor[faults[now]] = (NAN, INF)[now % 2]
 
     actor.act = acting
@@ -335,7 +335,7 @@ def test_nothing_that_is_not_finite_reaches_anything(family):
     assert int(watch.dropped) == sum(t < now for t, _ in hit)
     wild = {t: draw.sample(range(8), 1) for t in draw.sample(range(now, rows_made), 12)}
     spoil(parts, wild)
-    if parts.first.collector.lanes[0].made:  # else it makes no floats
+    if parts.first.collector.slices[0].made:  # else it makes no floats
         hit |= {(t, i) for t, ids in wild.items() for i in ids}
     while parts.first.collector.steps < rows_made:
         ticks(parts, 1)
@@ -378,7 +378,7 @@ def test_environments_that_answer_late_are_waited_for(family):
 # -- a run in which nothing breaks ------------------------------------------------------------------------------------
 
 
-def lane_bits(parts):
+def bits_of(parts):
     return {k: v for k, v in bits(parts).items() if "/quarantine/" not in k}
 
 
@@ -393,10 +393,10 @@ def test_a_clean_run_is_the_same_to_a_bit_watched_or_not(monkeypatch, family, co
     assert int(watched.first.collector.quarantine.dropped) == 0
     with monkeypatch.context() as patch:  # every step the long way, as on a GPU
         patch.setattr(quarantine, "all_finite", lambda tensors: False)
-        assert differences(lane_bits(watched), lane_bits(made())) == []
+        assert differences(bits_of(watched), bits_of(made())) == []
     monkeypatch.setattr(Quarantine, "__call__", lambda self, step, held, arrived=None: (step, None))
     monkeypatch.setattr(Quarantine, "act", lambda self, made, mask=None: None)
-    assert differences(lane_bits(watched), lane_bits(made())) == []
+    assert differences(bits_of(watched), bits_of(made())) == []
 
 
 def test_moments_of_rows_that_all_count_are_those_without_a_mask():
@@ -520,10 +520,10 @@ def test_it_may_end_in_the_warm_up(tmp_path):
 
 def test_the_black_box_goes_back_far_enough_and_no_further():
     env = Breaking(Pendulum(4), {70: [("state", [2])], 150: [("state", [1])]})
-    box_env = begun(small_config(num_envs=4), env).first.collector
+    collector = begun(small_config(num_envs=4), env).first.collector
     for _ in range(200):
-        box_env.run(1)
-    told = box_env.box.state_dict()
+        collector.run(1)
+    told = collector.recorder.state_dict()
     assert STEPS <= len(told["actions"]) <= 2 * STEPS
     assert told["restarts"]["mask"].tolist() == [[False, True, False, False]]
     env.load_state_dict(told["state"])
@@ -534,7 +534,7 @@ def test_the_black_box_goes_back_far_enough_and_no_further():
                 env.reset_where(mask)
         step = env.step(action)
     assert start + len(told["actions"]) == 216
-    assert torch.equal(step.obs["policy"], box_env.obs["policy"])
+    assert torch.equal(step.obs["policy"], collector.obs["policy"])
 
 
 def test_a_run_tells_once_of_rows_that_were_left_out(tmp_path):
@@ -570,7 +570,7 @@ def test_who_restarts_them_is_said():
 
 def test_what_cannot_be_replayed_is_said(tmp_path):
     parts = begun(small_config(), Pendulum(8))
-    parts.first.collector.box.forget()
+    parts.first.collector.recorder.forget()
     blackbox.dump(tmp_path / "one", small_config(), parts.first.collector, parts.counters())
     with pytest.raises(ConfigError, match="one of a simulator that saves its state"):
         next(replay(tmp_path / "one"))

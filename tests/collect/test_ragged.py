@@ -98,7 +98,7 @@ def test_sequences_are_those_of_the_same_history_without_delay():
 
 
 def test_the_action_that_was_sent_is_the_one_in_the_row():
-    """However often the lane has acted since: a late environment's action, and its noise, are left alone."""
+    """However often the slice has acted since: a late environment's action, and its noise, are left alone."""
     env = Late(late=0.3)
     change = {"algo": {"explore": {"kind": "redrawn", "repeat": True}}}
     ring = collected(env, **change).first.collector.replays[0]
@@ -198,7 +198,7 @@ def test_priorities_hold_with_columns_apart():
     head = cursor.head
     for column in range(N):
         top = int(head[column])
-        low = max(0, top - ranked.reach)
+        low = max(0, top - ring.reach)
         row = torch.arange(low, max(low, top - 3))
         where = torch.full_like(row, column)
         mask = ring.targets(cursor, row, where, head[where], 3, GAMMA).mask

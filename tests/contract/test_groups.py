@@ -103,7 +103,7 @@ def test_alternating_halves_play_atari_with_the_same_bits():
     }
     serial, turns = (run(config_of(change, grouped(overlap=overlap)), 64) for overlap in (False, True))
     assert type(turns.first.env) is AtariVec
-    assert len(turns.first.collector.lanes) == 2
+    assert len(turns.first.collector.slices) == 2
     assert differences(bits(serial), bits(turns)) == []
     frames = [parts.first.collector.stores[0].obs["policy"] for parts in (serial, turns)]
     assert torch.equal(*frames)
@@ -166,8 +166,8 @@ def test_one_half_is_under_way_while_the_other_acts(overlap):
     parts = build(config, env)
     assert parts.counts.horizon == 4
     act = parts.first.collector.actor._act
-    for lane in parts.first.collector.lanes:
-        lane.actor._act = lambda *args: (log.append("act"), act(*args))[1]
+    for one in parts.first.collector.slices:
+        one.state.actor._act = lambda *args: (log.append("act"), act(*args))[1]
     parts.first.collector.start(0)
     parts.first.collector.run(3)
     if overlap:
@@ -376,4 +376,4 @@ def test_groups_that_cannot_be_are_refused_by_name(changes, message):
 def test_a_live_environment_has_the_groups_it_has():
     with pytest.raises(ConfigError, match=r"placement\.groups=2.*null or 1, as pendulum has"):
         build(small_config(**grouped()), Pendulum(8))
-    assert len(build(small_config(), make_env("pendulum", 8)).first.collector.lanes) == 1
+    assert len(build(small_config(), make_env("pendulum", 8)).first.collector.slices) == 1

@@ -309,4 +309,4 @@ def test_who_waits_for_everybody():
     plain = {"schedule": "lockstep", "vtrace": {"enabled": False}}
     for algo, apart in (({}, True), (APPO, True), (merge(APPO, own), False), (merge(APPO, plain), False)):
         parts = build(config_of(merge(RUN, {"algo": algo})), env=Late(**HISTORY), executor=Inline())
-        assert parts.first.collector.late is apart
+        assert parts.first.collector.state.late is apart

@@ -220,7 +220,7 @@ def test_captured_runs_equal_eager_ones(run, recwarn, cases):
     config = RUNS[run]
     captured, eager = (start(dataclasses.replace(config, graphs=g), Inline()) for g in ("on", "off"))
     for parts, program in ((captured, True), (eager, False)):
-        graphs = [job.graph for job in parts.first.jobs.values()] + [lane._act for lane in parts.first.collector.lanes]
+        graphs = [job.graph for job in parts.first.jobs.values()] + [one._act for one in parts.first.collector.slices]
         assert len(graphs) >= 2
         assert {type(graph.graph) for graph in graphs} == {Recorded if program else type(None)}
     ticks(captured, cases)

@@ -88,7 +88,7 @@ def advance(parts: Any, env_steps: int, ticks: int) -> None:
     collector = parts.first.collector
     store = collector.stores[0]
     more = max(0, env_steps // collector.env.spec.num_envs - int(collector.steps)) // store.rows * store.rows
-    collector.steps += more
+    collector.stepper.steps += more
     for replay in collector.stores:
         replay.live.head += more
     for job in parts.first.jobs.values():

@@ -159,7 +159,7 @@ def env_steps(collector: Collector, overlap: bool, seconds: float) -> Round:
     count = common.per_second(lambda: collector.run(STEPS), STEPS * collector.env.spec.num_envs, seconds)
 
     def one() -> float:
-        collector.overlap = overlap
+        collector.stepper.overlap = overlap
         with common.intra_op(1):
             return count()
 
@@ -171,7 +171,7 @@ def halves(args: Any) -> list[Row]:
     config = small_config(16, 32, [16, 16], 1, 1) if args.smoke else small_config(128, 512, [512, 512], 1, 1)
     (two, pair), (one, single) = (sampler(config, groups, args) for groups in (2, 1))
     with common.intra_op(1), torch.no_grad():
-        act = common.microseconds(two.lanes[0].act, args.seconds)() / 1e6
+        act = common.microseconds(two.slices[0].act, args.seconds)() / 1e6
     for env, count in ((pair[0], 1), (pair[1], 1), (single[0], 2)):
         env.seconds = act * count
     print(f"halves: acting on one takes {act * 1e3:.2f} ms")

@@ -8,7 +8,7 @@ import torch
 from pql.contract.conformance import check_env
 from pql.contract.env import Discrete, MultiDiscrete, make_env
 from pql.contract.grouped import Grouped
-from pql.contract.last_action import Feedback, feedback_spec
+from pql.contract.last_action import LastAction, last_action_spec
 from pql.envs.classic import Cartpole
 from pql.envs.toy import Counter
 from pql.errors import ConfigError
@@ -32,8 +32,8 @@ class Pairs(Counter):
 
 
 def test_several_actions_at_once_are_one_hot_each():
-    env = Feedback(Pairs(3, "cpu"))
-    assert check_env(env, 60, described=feedback_spec(Pairs.describe(3, "cpu"))).ok
+    env = LastAction(Pairs(3, "cpu"))
+    assert check_env(env, 60, described=last_action_spec(Pairs.describe(3, "cpu"))).ok
     env.reset(0)
     step = env.step(torch.tensor([[0, 1], [2, 0], [1, 1]]))
     assert step.final_obs["last"][:, :5].tolist() == [[1, 0, 0, 0, 1], [0, 0, 1, 1, 0], [0, 1, 0, 0, 1]]
@@ -50,13 +50,13 @@ MODES = [
 
 @pytest.mark.parametrize("kwargs", MODES)
 def test_it_keeps_the_contract(kwargs):
-    env = Feedback(Choices(6, "cpu", **kwargs))
-    report = check_env(env, 60, described=feedback_spec(Choices.describe(6, "cpu", **kwargs)))
+    env = LastAction(Choices(6, "cpu", **kwargs))
+    report = check_env(env, 60, described=last_action_spec(Choices.describe(6, "cpu", **kwargs)))
     assert report.ok, report
 
 
 def test_groups_that_step_apart_are_told_the_same():
-    env = Feedback(Grouped([Cartpole(3, "cpu", max_episode_steps=9) for _ in range(2)]))
+    env = LastAction(Grouped([Cartpole(3, "cpu", max_episode_steps=9) for _ in range(2)]))
     report = check_env(env, 40)
     assert report.ok, report
     assert {r.name: r.ok for r in report.results}["groups"] is True
@@ -66,7 +66,7 @@ def test_groups_that_step_apart_are_told_the_same():
 @pytest.mark.parametrize("clip", [None, 2.0])
 @pytest.mark.parametrize("kwargs", MODES)
 def test_it_says_what_was_done_last_and_what_that_paid(kwargs, clip):
-    env, gen = Feedback(Choices(5, "cpu", **kwargs), clip), torch.Generator().manual_seed(0)
+    env, gen = LastAction(Choices(5, "cpu", **kwargs), clip), torch.Generator().manual_seed(0)
     assert not env.reset(0)["last"].any()
     for _ in range(40):
         action = torch.randint(4, (5,), generator=gen)
@@ -79,7 +79,7 @@ def test_it_says_what_was_done_last_and_what_that_paid(kwargs, clip):
 
 
 def test_single_environments_are_restarted_with_nothing_done():
-    env = Feedback(Choices(3, "cpu"))
+    env = LastAction(Choices(3, "cpu"))
     env.reset(0)
     step = env.step(torch.tensor([1, 2, 3]))
     obs = env.reset_where(torch.tensor([False, True, False]))
@@ -88,7 +88,7 @@ def test_single_environments_are_restarted_with_nothing_done():
 
 
 def test_it_offers_what_its_environment_offers():
-    plain, drawn = Feedback(Choices(2, "cpu")), Feedback(make_env("tmaze", 2))
+    plain, drawn = LastAction(Choices(2, "cpu")), LastAction(make_env("tmaze", 2))
     assert hasattr(drawn, "render")
     assert not hasattr(plain, "render")
     assert not hasattr(plain, "send")
@@ -97,9 +97,9 @@ def test_it_offers_what_its_environment_offers():
 
 def test_continuous_actions_and_a_group_of_its_name_are_refused():
     with pytest.raises(ConfigError, match="a task with discrete actions"):
-        Feedback(Counter(2, "cpu"))
+        LastAction(Counter(2, "cpu"))
     with pytest.raises(ConfigError, match="without an observation group 'last'"):
-        Feedback(Feedback(Choices(2, "cpu")))
+        LastAction(LastAction(Choices(2, "cpu")))
 
 
 class Late(Choices):
@@ -125,7 +125,7 @@ class Late(Choices):
 def test_who_is_late_is_told_nothing_new():
     late = Late(4, "cpu")
     late.spec = replace(late.spec, groups=2)
-    env = Feedback(late)
+    env = LastAction(late)
     env.reset(0)
     env.send(torch.tensor([3, 1]), torch.tensor([2, 3]))
     ids, step = env.answers(1)
