@@ -264,17 +264,14 @@ class Worker:
         threads = torch.get_num_threads()
         torch.set_num_threads(self.threads)
         try:
-            self._run(count, version)
+            for slot, target in self.pulls:
+                self.pulled[slot.name] = slot.pull(target, slot.version if version is None else version)
+                if self.trace:
+                    self.trace("pull", self.name, slot.name, self.pulled[slot.name])
+            self.job(count)
+            for slot in self.publishes:
+                slot.publish()
+                if self.trace:
+                    self.trace("publish", self.name, slot.name, slot.version)
         finally:
             torch.set_num_threads(threads)
-
-    def _run(self, count: int, version: int | None) -> None:
-        for slot, target in self.pulls:
-            self.pulled[slot.name] = slot.pull(target, slot.version if version is None else version)
-            if self.trace:
-                self.trace("pull", self.name, slot.name, self.pulled[slot.name])
-        self.job(count)
-        for slot in self.publishes:
-            slot.publish()
-            if self.trace:
-                self.trace("publish", self.name, slot.name, slot.version)
