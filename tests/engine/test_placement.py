@@ -178,7 +178,8 @@ def test_a_p_learner_on_another_device_learns_the_same(algo, monkeypatch):
 )
 def test_a_process_s_limit_on_a_device_counts(monkeypatch, free, share, reserved, left):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free << 30, 140 << 30))
-    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: share)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", {0: share}.__getitem__)  # it takes no "cuda"
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved << 30)
     device = torch.device("cuda")
     assert device_memory(device) == left << 30
