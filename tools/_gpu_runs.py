@@ -36,10 +36,10 @@ from pql.engine.executors import Executor, Inline, Streams
 from pql.engine.placement import worker_devices
 from pql.run.build import build
 from pql.run.components import Parts
-from pql.run.evaluation import run_episodes
+from pql.run.environment import build_env
+from pql.run.episodes import run_episodes
 from pql.run.policy import fresh_policy, snapshot
 from pql.run.store.checkpoint import flatten
-from pql.run.task import build_env
 
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
 NAMES = {"v": "critic", "p": "policy", "learner": "learner"}

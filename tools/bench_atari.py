@@ -52,7 +52,7 @@ from pql.data.sizes import ReplayLayout, replay_bytes
 from pql.engine.placement import available_cores
 from pql.run.build import build
 from pql.run.components import Parts
-from pql.run.task import describe_env
+from pql.run.environment import describe_env
 
 SKIP = 4  # frames per action
 STEPS = 16  # steps of a sampling tick

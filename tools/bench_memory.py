@@ -21,9 +21,9 @@ from _bench import machine, report
 from pql.config import Config
 from pql.config.compose import compose
 from pql.run.build import build
-from pql.run.evaluation import run_episodes
+from pql.run.environment import build_env
+from pql.run.episodes import run_episodes
 from pql.run.policy import fresh_policy, snapshot
-from pql.run.task import build_env
 
 SHORT = ("algo.burn_in=0", "algo.length=12", "algo.period=6", "algo.replay_ratio=3")
 VARIANTS = {

@@ -51,7 +51,7 @@ from _peers_report import curve_tables, rows_of, tables
 
 import pql
 from pql.errors import ConfigError
-from pql.run.evaluation import run_episodes
+from pql.run.episodes import run_episodes
 
 Run = dict[str, Any]
 FACTS = ("kind", "contender", "task", "seed", "budget", "budget_steps", "points", "settings")

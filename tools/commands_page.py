@@ -7,7 +7,7 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from pql.cli.main import parser
+from pql.cli.parser import parser
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "commands.md"
 HEAD = """# Command line

@@ -20,7 +20,7 @@ from pql.contract.env import EnvSpec, VecEnv
 from pql.engine.deadlines import start_limit
 from pql.engine.watchdog import Timed, guarded, watching
 from pql.errors import ConfigError, RunError
-from pql.run.task import build_env, describe_env
+from pql.run.environment import build_env, describe_env
 from pql.types import Step
 
 SOON = 10.0  # seconds after which a check says how long it takes

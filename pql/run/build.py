@@ -24,8 +24,8 @@ from pql.engine.schedule import Concurrent, Counts, Lockstep, Schedule, Trace
 from pql.engine.worker import LearnerJob, WeightSlot, Worker
 from pql.errors import ConfigError
 from pql.run.components import Parts, Replica
+from pql.run.environment import build_env, check_groups, describe_env, telling
 from pql.run.replicas import Replicas, replica_names, replica_shares
-from pql.run.task import build_env, check_groups, describe_env, telling
 
 
 def build(

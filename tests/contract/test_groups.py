@@ -337,7 +337,7 @@ def _registered(monkeypatch):
 
 @pytest.mark.usefixtures("_registered")
 def test_groups_are_the_simulators_own_where_it_takes_the_keyword():
-    from pql.run.task import build_env, describe_env
+    from pql.run.environment import build_env, describe_env
 
     config = small_config(task={"name": "several"}, **grouped(4))
     assert build_env(config).spec.groups == describe_env(config, torch.device("cpu")).groups == 4

@@ -27,7 +27,8 @@ from pql.envs.toy import Counter
 from pql.errors import HungError, RunError, first_line, with_cause
 from pql.remote.process.near import Far
 from pql.run.build import build
-from pql.run.evaluation import EvaluationPlan, Evaluator, evaluate_saved
+from pql.run.evaluation import EvaluationPlan, evaluate_saved
+from pql.run.evaluator import Evaluator
 from pql.run.play import record_video
 from pql.run.policy import fresh_policy
 

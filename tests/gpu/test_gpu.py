@@ -40,7 +40,7 @@ from pql.engine.graph import Graph
 from pql.engine.placement import worker_devices
 from pql.engine.tape import NoWaiting
 from pql.run.build import build
-from pql.run.task import build_env
+from pql.run.environment import build_env
 
 DEVICE = "cuda"
 TICKS = 20

@@ -16,7 +16,7 @@ from test_tools import check
 from pql.algos.registry import family_of
 from pql.config.validate import validate
 from pql.run.build import _check
-from pql.run.task import describe_env
+from pql.run.environment import describe_env
 
 ROOT = Path(__file__).parents[2]
 PARTS = ("env", "tests", "pql", "update", "envs", "learn", "peers", "bench", "warp", "long")

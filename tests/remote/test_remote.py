@@ -29,9 +29,9 @@ from pql.remote.env import Remote
 from pql.remote.process.far_build import describe_simulator
 from pql.remote.server import check_safe
 from pql.run.build import build
-from pql.run.evaluation import run_episodes
+from pql.run.environment import build_env, describe_env
+from pql.run.episodes import run_episodes
 from pql.run.session import Session
-from pql.run.task import build_env, describe_env
 
 COUNTER = {"restart_every": 4, "stagger": True}
 

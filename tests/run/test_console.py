@@ -374,7 +374,7 @@ def test_an_evaluation_shows_how_far_it_is(tmp_path, monkeypatch, threads_left):
     assert main(["train", *words(tmp_path, "task=env", "task.name=watched")]) == 0
     plain_face = make_face
     monkeypatch.setattr("pql.run.log.console.make_face", lambda *what: faces.append(plain_face(*what)) or faces[-1])
-    monkeypatch.setattr("pql.run.evaluation.CHECK_EVERY", 1)
+    monkeypatch.setattr("pql.run.episodes.CHECK_EVERY", 1)
     assert main(["eval", str(tmp_path), "num_envs=2", "episodes=4"]) == 0
     assert [text.partition(",")[0] for text in seen] == [f"evaluation: {n} of 4 episodes" for n in (0, 0, 0, 2, 2, 2)]
     assert not threads_left()

@@ -585,7 +585,7 @@ def test_the_real_wandb_whose_server_goes_loses_nothing(tmp_path, monkeypatch, s
     monkeypatch.setenv("WANDB_BASE_URL", server.url)
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     monkeypatch.setattr(deadlines, "TRACKER", 60)  # a busy machine
-    real = Session._close_sinks
+    real = Session.close_sinks
 
     def close(session):
         ending.append(time.monotonic())
@@ -601,7 +601,7 @@ def test_the_real_wandb_whose_server_goes_loses_nothing(tmp_path, monkeypatch, s
             ending.append(0.0)
             server.close()
 
-    monkeypatch.setattr(Session, "_close_sinks", close)
+    monkeypatch.setattr(Session, "close_sinks", close)
     config = compose(words(tmp_path, "logger=wandb", "logger.mode=online", "budget.env_steps=640"))
     with pytest.warns(PqlWarning, match="wandb's server is unreachable"):
         summary = Session(config, quiet=True, callbacks=[watch]).train()
@@ -710,7 +710,7 @@ def test_means_of_windows_without_episodes_are_left_out(tmp_path):
     seen = []
     session.callbacks.append(lambda session, row: seen.append(row))
     for episodes in (0.0, 2.0):
-        session._write(
+        session.write(
             {"steps/env": 1, "train/episodes": episodes, "train/return_mean": 0.0, "episode/x": 0.0, "loss/v": 1}
         )
     session.closing.close()

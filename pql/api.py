@@ -102,17 +102,6 @@ def evaluate(
         ConfigError: no policy there, a damaged one, or a number out of range.
     """
     from pql.config.files import expanded
-    from pql.config.validate import EPISODES, limits, resolve_device
-
-    for key, value, allowed in (
-        ("num_envs", num_envs, limits("eval.num_envs")),
-        ("episodes", episodes, EPISODES),
-        ("seed", seed, limits("seed")),
-        ("epsilon", epsilon, limits("eval.epsilon")),
-        ("max_steps", max_steps, limits("eval.max_steps")),
-    ):
-        allowed.check(key, value)
-    device = resolve_device(device)
     from pql.run.evaluation import EvaluationPlan, evaluate_saved
 
     plan = EvaluationPlan(num_envs, episodes, seed, device, epsilon, trust, max_steps)
@@ -139,7 +128,7 @@ def report(
         ConfigError: not a run, a run without metrics, an unknown axis, a threshold or position that is not a number, or
             a folder that cannot be written.
     """
-    return _page([run], out, x, thresholds, single=True, points=at)
+    return _page([run], out, single=True, x=x, thresholds=thresholds, at=at)
 
 
 def compare(
@@ -158,26 +147,15 @@ def compare(
         x, thresholds, at: as for :func:`report`; so are results and errors.
         references: a file of returns that count as 0 and 1 (``docs/compare.md``).
     """
-    return _page(runs, out, x, thresholds, single=False, references=references, points=at)
+    return _page(runs, out, x=x, thresholds=thresholds, references=references, at=at)
 
 
-def _page(
-    runs: Sequence[str | Path],
-    out: str | Path | None,
-    x: str,
-    thresholds: Sequence[float],
-    single: bool,
-    references: str | Path | None = None,
-    points: Sequence[float] = (),
-) -> dict[str, Any]:
-    from pql.config.files import expanded
-    from pql.reports import write
+def _page(runs: Sequence[str | Path], out: str | Path | None, single: bool = False, **options: Any) -> dict[str, Any]:
+    from pql.reports import PageOptions, write
 
     if not runs:
         raise ConfigError("run", None, "run directories")
-    places = {"out": out, "references": references}
-    folder, known = (None if path is None else expanded(name, path) for name, path in places.items())
-    page, numbers = write([str(expanded("run", run)) for run in runs], folder, x, thresholds, single, known, points)
+    page, numbers = write([str(run) for run in runs], out, PageOptions(**options), single)
     return {"page": str(page), **numbers}
 
 
