@@ -171,7 +171,7 @@ def launch(
         options: of ``Session``.
     """
     from pql.config.compose import compose
-    from pql.config.validate import likely_device
+    from pql.config.validate import likely_device, resolve_device
     from pql.contract.registry import check_name
     from pql.engine.world import world
     from pql.run.callbacks import as_callbacks
@@ -190,6 +190,7 @@ def launch(
         if run_dir is not None and alone and rundir.holds_run(run_dir):  # before another process may write settings
             claim = opened.enter_context(claim_run(run_dir))
         config = compose(words, likely_device) if run_dir is None else resume_config(run_dir, words, trust)
+        device = likely_device(config.device)
         if not (config.task.live or config.task.process.python or config.task.remote):
             check_name(config.task.name)
         if claim is None and alone:
@@ -201,8 +202,9 @@ def launch(
         with console.doing("loading") if console else nullcontext():
             from pql.run.session import Session
 
-            if not resume and (sure := compose(words)) != config:  # there is a driver, but no GPU that torch can use
-                config = sure
+            # A driver without a GPU that torch can use is known only now.
+            if not resume and resolve_device(config.device) != device:
+                config = compose(words)
                 if console:
                     console.say(opening(config, where))
         options |= {"console": console, "claim": claim, "resume": resume, "overrides": words, "quiet": quiet}

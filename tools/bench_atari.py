@@ -265,7 +265,7 @@ def training(args: Any) -> list[dict[str, Any]]:
 
 def memory(args: Any) -> list[dict[str, Any]]:
     """Measure the memory of a replay of a million rows."""
-    spec = describe_env(make_config(args, PEER, PEER), torch.device("cpu"))
+    spec = describe_env(make_config(args, PEER, PEER))
     assert spec is not None
     need = replay_bytes(ReplayLayout(spec.obs, None, PEER, MILLION // PEER, 1, True, torch.float32))
     return [compare("memory: replay of 1M frames / 7.2 GB", "GB", [need / 1e9], [FRAMES / 1e9])]

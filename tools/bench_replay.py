@@ -30,7 +30,7 @@ from pql.contract.env import ObsSpec
 from pql.data.flags import NEXT_FIRST, TERMINATED, VALID
 from pql.data.replay import Cursor, Replay
 from pql.data.sizes import ReplayLayout
-from pql.engine.placement import thread_counts
+from pql.engine.placement import machine_of
 from pql.types import Step
 
 N_STEP, GAMMA, HORIZON = 3, 0.99, 1
@@ -162,7 +162,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--num-envs", type=int, default=128)
     parser.add_argument("--capacity", type=int, default=1_000_000)
     parser.add_argument(
-        "--threads", type=int, default=thread_counts(Config())["v"], help="intra-op threads; default: the V-learner's"
+        "--threads",
+        type=int,
+        default=machine_of(Config()).threads["v"],
+        help="default: the V-learner's",
     )
     parser.add_argument("--device", default="cpu")
     measuring(parser, seconds=0.3)

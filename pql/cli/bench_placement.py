@@ -14,7 +14,7 @@ from typing import Protocol
 from pql.config import Config, ThreadsConfig
 from pql.config.compose import compose
 from pql.contract.env import find_factory
-from pql.engine.placement import available_cores, thread_counts, worker_devices
+from pql.engine.placement import available_cores, machine_of
 from pql.errors import ConfigError
 from pql.run.build import build
 
@@ -160,14 +160,14 @@ def splits(config: Config) -> Split:
     Raises:
         ConfigError: there are none.
     """
-    known, out = thread_counts(config), dict[str, int]()
-    for worker, device in worker_devices(config, config.algo.learners).items():
+    machine, out = machine_of(config), dict[str, int]()
+    for worker, device in machine.devices.items():
         if device.type == "cpu":
-            out[setting_of(worker)] = known[worker]
+            out[setting_of(worker)] = machine.threads[worker]
     far = config.task.process.python is not None
     takes = far or "threads" in inspect.signature(find_factory(config.task.name)).parameters
     if takes and "threads" not in config.task.kwargs:
-        out["simulator"] = known["simulator"]
+        out["simulator"] = machine.threads["simulator"]
     if not out:
         raise ConfigError("placement", config.task.name, "a worker or a simulator with threads on the CPU")
     return out

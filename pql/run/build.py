@@ -13,12 +13,12 @@ from pql.contract.env import EnvSpec, VecEnv
 from pql.engine.executors import Executor, Inline, Threads
 from pql.engine.graph import Capture
 from pql.engine.placement import (
+    Machine,
     keep_freed_memory,
+    machine_of,
     make_executor,
     make_inline,
     set_precision,
-    thread_counts,
-    worker_devices,
 )
 from pql.engine.schedule import Concurrent, Counts, Lockstep, Schedule, Trace
 from pql.engine.worker import LearnerJob, WeightSlot, Worker
@@ -42,24 +42,24 @@ def build(
     family = family_of(config)
     env = None if env is None else telling(config, env)
     each = replica_shares(config)
-    learners = config.algo.learners
-    devices = [worker_devices(share, learners) for share in each]
+    machines = [machine_of(share) for share in each]
     set_precision(config.placement)
     keep_freed_memory()
     counts = family.counts(config)
-    home, together = devices[0][learners[0]], all(d == devices[0] for d in devices)
-    spec = env.spec if env is not None else describe_env(config if together else each[0], devices[0]["collector"])
+    first = machines[0]
+    home, together = first.devices[config.algo.learners[0]], all(m.devices == first.devices for m in machines)
+    spec = env.spec if env is not None else describe_env(config if together else each[0], first)
     rows = 0 if spec is None else _check(config, spec, counts, home, env)
     with ExitStack() as opened:  # closes started environments if a later step fails
         replicas: list[Replica] = []
-        for share, places in zip(each, devices, strict=True):
+        for share, machine in zip(each, machines, strict=True):
             check = partial(_check, share, counts=counts, home=home, env=None)
-            started = env if env is not None else build_env(share, approve=check)
+            started = env if env is not None else build_env(share, machine=machine, approve=check)
             if env is None:
                 opened.callback(started.close)
             rows = rows or _check(share, started.spec, counts, home, env)
-            setup = Setup(share, started, counts, rows, places, capture=cast(Capture, config.graphs))
-            replicas.append(_assemble(setup, family.wire(setup), trace, executor))
+            setup = Setup(share, started, counts, rows, machine.devices, capture=cast(Capture, config.graphs))
+            replicas.append(_assemble(setup, family.wire(setup), machine, trace, executor))
         schedule = replicas[0].schedule
         if config.algo.schedule == "replicas":
             schedule = Replicas(config, replicas, make_crew(config))
@@ -91,7 +91,9 @@ def make_crew(config: Config) -> Threads | Inline:
     return Threads(replica_names(config.replicas), place.watchdog_seconds, place.start_seconds)
 
 
-def _assemble(setup: Setup, wiring: Wiring, trace: Trace | None, executor: Executor | None) -> Replica:
+def _assemble(
+    setup: Setup, wiring: Wiring, machine: Machine, trace: Trace | None, executor: Executor | None
+) -> Replica:
     """Create slots, jobs, workers and the schedule for a family's wiring."""
     config, counts, devices = setup.config, setup.counts, setup.devices
     collector, roles, kind = wiring.collector, wiring.roles, config.algo.schedule
@@ -103,7 +105,6 @@ def _assemble(setup: Setup, wiring: Wiring, trace: Trace | None, executor: Execu
     capture: Capture = "off" if kind == "replicas" else setup.capture  # replicas take locks, which cannot be captured
     learners = {w: role.learner for w, role in roles.items() if role.learner is not None}
     jobs = {w: LearnerJob(learners[w], counts.updates[w] // rounds, devices[w], capture) for w in learners}
-    threads = thread_counts(config)
     workers = {
         # Learners first: their work is on the GPU's queue before a simulator blocks the host.
         w: Worker(
@@ -112,7 +113,7 @@ def _assemble(setup: Setup, wiring: Wiring, trace: Trace | None, executor: Execu
             devices[w],
             [(slots[s], t) for s, t in role.pulls.items()],
             [slots[s] for s in role.owns],
-            threads[w],
+            machine.threads[w],
             trace,
         )
         for w, role in roles.items()
@@ -127,7 +128,18 @@ def _assemble(setup: Setup, wiring: Wiring, trace: Trace | None, executor: Execu
         schedule = Lockstep(workers, counts, executor or alone, collector.behind_target)
     cursors = {w: role.cursor for w, role in roles.items() if role.cursor is not None}
     return Replica(
-        config, setup.env, collector, learners, jobs, cursors, wiring.gauges, slots, workers, schedule, wiring.policy
+        config,
+        machine,
+        setup.env,
+        collector,
+        learners,
+        jobs,
+        cursors,
+        wiring.gauges,
+        slots,
+        workers,
+        schedule,
+        wiring.policy,
     )
 
 

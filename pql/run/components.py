@@ -22,6 +22,7 @@ from pql.data.normalize import Moments
 from pql.data.replay import Cursor
 from pql.engine.collectives import ALONE, Group
 from pql.engine.deadlines import start_limit, step_limit
+from pql.engine.placement import Machine
 from pql.engine.schedule import Counts, Schedule
 from pql.engine.watchdog import touch, watching
 from pql.engine.worker import Learner, LearnerJob, MetricSum, WeightSlot, Worker
@@ -35,6 +36,7 @@ class Replica:
 
     Attributes:
         config: its share of the run's config: environments, seed, device.
+        machine: its devices and threads.
         learners: "v" and "p", or "learner" if one trains both.
         gauges: 0-dim values for the log, summed over replicas.
         schedule: schedule of its workers.
@@ -42,6 +44,7 @@ class Replica:
     """
 
     config: Config
+    machine: Machine
     env: VecEnv
     collector: Collector
     learners: dict[str, Learner]

@@ -202,7 +202,7 @@ class Evaluations:
             return None
         step, start = step_limit(config.placement), start_limit(config.placement)
         with watching("building the evaluation's environments", start):
-            env = self._beside() or build_env(ranks.share, config.eval.num_envs)
+            env = self._beside() or build_env(ranks.share, config.eval.num_envs, parts.first.machine)
             policy = fresh_policy(config, parts.first.env.spec, env.spec.device)
             return Evaluator(env, policy, seeds(config.seed)["eval"], config.eval, step, start)
 

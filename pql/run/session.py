@@ -318,23 +318,21 @@ class Session:
     # -- the end --------------------------------------------------------------------------------------------------
 
     def _finish(self, result: Evaluation | None) -> Summary:
-        updates, begun = self.parts.updates(), self._begun
+        updates = self.parts.updates()
         summary = Summary(
-            str(self.run_dir),
-            result.mean if result else None,
-            result.iqm if result else None,
-            len(result.returns) if result else 0,
-            self.seconds,
-            self.env_steps,
-            updates["v"],
-            updates["p"],
-            str(self.checkpoints / "last"),
-            self.interrupted,
-            **(
-                {}
-                if result is None
-                else {"return_median": result.median, "length_mean": result.length, "success": result.success}
-            ),
+            run_dir=str(self.run_dir),
+            return_mean=result.mean if result else None,
+            return_iqm=result.iqm if result else None,
+            episodes=len(result.returns) if result else 0,
+            seconds=self.seconds,
+            env_steps=self.env_steps,
+            updates_v=updates["v"],
+            updates_p=updates["p"],
+            checkpoint=str(self.checkpoints / "last"),
+            interrupted=self.interrupted,
+            return_median=result.median if result else None,
+            length_mean=result.length if result else None,
+            success=result.success if result else None,
         )
         if self.ranks.first:
             if self._keep_directory():
@@ -346,11 +344,16 @@ class Session:
                 self.archive.lost("summary.json", error)
         if self.console:
             self.console.close()
-        seconds, ticks = self.seconds - begun["seconds"], int(self.parts.schedule.ticks - begun["ticks"])
-        kept = (self.checkpoints / "last").exists(), bool(checkpoint.resume_points(self.checkpoints))
-        best = self.best if (self.checkpoints / "best").exists() else float("-inf")
-        self.say(closing_words(summary, self.parts.busy(), seconds, ticks, self.config, kept, best))
+        self._say_end(summary)
         if self.archive.missing and self.ranks.first:
             lost = "; ".join(f"{what} ({why})" for what, why in self.archive.missing.items())
             raise RunError(f"the run has come to its end, but not all of it could be kept in {self.run_dir}: {lost}")
         return summary
+
+    def _say_end(self, summary: Summary) -> None:
+        begun, ended = self._begun, self._totals()
+        span = max(ended["seconds"] - begun["seconds"], 1e-9)
+        busy = {k: v / span for k, v in self.parts.busy().items()} if ended["ticks"] > begun["ticks"] else {}
+        kept = (self.checkpoints / "last").exists(), bool(checkpoint.resume_points(self.checkpoints))
+        best = self.best if (self.checkpoints / "best").exists() else float("-inf")
+        self.say(closing_words(summary, self.config, busy, kept, best))

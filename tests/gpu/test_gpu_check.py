@@ -33,7 +33,7 @@ def test_every_configuration_fits_its_task_at_its_real_size(name, monkeypatch):
         pytest.importorskip("gymnasium")
     assert config.num_envs >= 4096
     config = validate(replace(config, device="cpu"))
-    spec = describe_env(config, torch.device("cpu"))
+    spec = describe_env(config)
     counts = family_of(config).counts(config)
     assert _check(config, spec, counts, torch.device("cpu"), None) > 0
 

@@ -597,7 +597,7 @@ def test_actors_step_a_task_that_keeps_its_presets(address, capfd, monkeypatch):
         "full_actions": False,
         "life_loss": True,
     }
-    assert describe_env(config, torch.device("cpu")) is None
+    assert describe_env(config) is None
 
 
 def test_unrolls_of_a_task_by_actors_one_of_which_is_late(address):

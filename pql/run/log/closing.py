@@ -17,18 +17,15 @@ ADVICE = {
 
 def closing_words(
     summary: Summary,
-    busy: Row,
-    seconds: float,
-    ticks: int,
     config: Config,
+    busy: Row,
     kept: tuple[bool, bool] = (True, True),
     best: float = -math.inf,
 ) -> str:
     """Return the last lines of a run: result, bottleneck, directory and the commands to use next.
 
     Args:
-        busy: worker -> seconds of work in this sitting.
-        seconds: duration of the sitting's ``ticks``.
+        busy: worker -> share of this sitting's ticks in which it worked; empty if there was no tick.
         kept: (policy, resume point): True for each one on disk; commands that need a missing one are not shown.
         best: mean return of the best evaluation, whose policy is kept; named if it is above the last one's.
     """
@@ -45,7 +42,7 @@ def closing_words(
             f"{ended}: {score}",
             f"{summary.seconds:,.0f} s, {summary.env_steps:,} env steps, {summary.updates_v:,} critic and "
             f"{summary.updates_p:,} policy updates",
-            bounded(busy, seconds) if ticks else idle(summary),
+            bounded(busy) if busy else idle(summary),
             f"run: {summary.run_dir}",
             *([f"policy: {summary.checkpoint}"] if policy else []),
             *([f"best: {summary.run_dir}/checkpoints/best, return {best:,.1f}"] if above(best, summary) else []),
@@ -60,10 +57,10 @@ def above(best: float, summary: Summary) -> bool:
     return last is not None and math.isfinite(best) and round(best, 1) > round(last, 1)
 
 
-def bounded(busy: Row, seconds: float) -> str:
+def bounded(busy: Row) -> str:
     """Return the busiest worker, for which ticks wait, with advice."""
     bound = max(busy, key=lambda k: busy[k])
-    shares = ", ".join(f"{k} {v / max(seconds, 1e-9):.0%}" for k, v in busy.items())
+    shares = ", ".join(f"{k} {v:.0%}" for k, v in busy.items())
     return textwrap.fill(f"the tick is bounded by {bound} (busy: {shares}): {ADVICE[bound]}", WIDTH)
 
 
