@@ -22,10 +22,10 @@ import grpc
 import numpy as np
 
 from pql.contract import plain
-from pql.remote import protocol as wire
+from pql.remote import protocol
 from pql.remote.actor.client import OPTIONS
 
-METHOD = f"/{wire.SERVICE}/{wire.METHOD}"
+METHOD = f"/{protocol.SERVICE}/{protocol.METHOD}"
 OWN = (*OPTIONS, ("grpc.use_local_subchannel_pool", 1))  # a connection for each channel
 FACTS = {
     "name": "counting",
@@ -110,12 +110,12 @@ class Crowd:
         self.codes: Counter[str] = Counter()
 
     async def act(self, number: int) -> None:
-        run_id, layout, started = number + 1, wire.Layout(FACTS), time.perf_counter()
+        run_id, layout, started = number + 1, protocol.Layout(FACTS), time.perf_counter()
         sim = Counting(1, life=number)
         async with grpc.aio.insecure_channel(self.address, options=OWN) as channel:
             stream = channel.stream_stream(METHOD)(metadata=credentials(), wait_for_ready=True)
             try:
-                await stream.write(wire.pack_json(wire.HELLO, run_id, 0, {"spec": FACTS, "role": "train"}))
+                await stream.write(protocol.pack_json(protocol.HELLO, run_id, 0, {"spec": FACTS, "role": "train"}))
                 if await stream.read() is grpc.aio.EOF:
                     raise_for(await stream.code())
                 self.admitted.append(time.perf_counter() - started)
@@ -123,10 +123,10 @@ class Crowd:
                 while (message := await stream.read()) is not grpc.aio.EOF:
                     if self.timing and sent:
                         self.trips.append(time.perf_counter() - sent)
-                    asked = wire.unpack(message)
-                    if asked.kind == wire.BYE:
+                    asked = protocol.unpack(message)
+                    if asked.kind == protocol.BYE:
                         return
-                    if asked.kind == wire.RESET:
+                    if asked.kind == protocol.RESET:
                         answer = layout.pack_obs(run_id, asked.seq, sim.reset())
                     else:
                         answer = layout.pack_step(run_id, asked.seq, sim.step(layout.read_action(asked.body)))
@@ -230,9 +230,9 @@ async def knock(address: str, count: int) -> dict[str, Any]:
 
 async def stranger(address: str, kind: str) -> str:
     """Send one wrong HELLO. Return the status with which the stream ends."""
-    hello = bytearray(wire.pack_json(wire.HELLO, 7, 0, {"spec": FACTS, "role": "train"}))
+    hello = bytearray(protocol.pack_json(protocol.HELLO, 7, 0, {"spec": FACTS, "role": "train"}))
     if kind == "wrong version":
-        hello[4:6] = (wire.VERSION + 1).to_bytes(2, "little")
+        hello[4:6] = (protocol.VERSION + 1).to_bytes(2, "little")
     if kind == "garbage frame":
         hello = bytearray(os.urandom(len(hello)))
     shown = () if kind == "no token" else credentials()

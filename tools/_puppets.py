@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import grpc
 import numpy as np
 
-from pql.remote import protocol as wire
+from pql.remote import protocol
 from pql.remote.actor.client import OPTIONS
 
 ENVS, FRAME = 32, (84, 84)
@@ -34,7 +34,7 @@ PIXELS = {
     "log": [],
     "info": {},
 }
-ACT = f"/{wire.SERVICE}/{wire.METHOD}"
+ACT = f"/{protocol.SERVICE}/{protocol.METHOD}"
 OWN = (*OPTIONS, ("grpc.use_local_subchannel_pool", 1))  # a connection for each channel
 
 
@@ -45,7 +45,7 @@ def main(role: str, *words: str) -> int:
 
 
 class Row(NamedTuple):
-    """A step, in the fields that ``wire.Layout.pack_step`` reads."""
+    """A step, in the fields that ``protocol.Layout.pack_step`` reads."""
 
     obs: Any
     reward: Any
@@ -62,20 +62,23 @@ class Lines:
     """Messages of a simulated actor. Its steps are always the same, so they are packed once."""
 
     def __init__(self, run_id: int):
-        self.run_id, layout = run_id, wire.Layout(PIXELS)
+        self.run_id, layout = run_id, protocol.Layout(PIXELS)
         obs = {"policy": np.random.default_rng(0).integers(0, 255, (ENVS, *FRAME), np.uint8)}
         no, zero = np.zeros(ENVS, bool), np.zeros(ENVS, np.float32)
         step = layout.pack_step(0, 0, Row(obs, zero, no, no, no, obs, ~no, ~no, {}))
-        self.hello = wire.pack_json(wire.HELLO, run_id, 0, {"spec": PIXELS, "role": "train"})
-        self.bodies = {wire.RESET: layout.pack_obs(0, 0, obs)[wire.HEADER.size :], wire.ACT: step[wire.HEADER.size :]}
+        self.hello = protocol.pack_json(protocol.HELLO, run_id, 0, {"spec": PIXELS, "role": "train"})
+        self.bodies = {
+            protocol.RESET: layout.pack_obs(0, 0, obs)[protocol.HEADER.size :],
+            protocol.ACT: step[protocol.HEADER.size :],
+        }
 
     def answer(self, order: bytes) -> bytes:
         """Return the answer to an order; nothing to the last one."""
-        asked = wire.unpack(order)
-        if asked.kind == wire.BYE:
+        asked = protocol.unpack(order)
+        if asked.kind == protocol.BYE:
             return b""
-        kind = wire.OBS if asked.kind == wire.RESET else wire.STEP
-        return wire.pack(kind, self.run_id, asked.seq, self.bodies[asked.kind])
+        kind = protocol.OBS if asked.kind == protocol.RESET else protocol.STEP
+        return protocol.pack(kind, self.run_id, asked.seq, self.bodies[asked.kind])
 
 
 # -- one actor, timed -------------------------------------------------------------------------------------------------

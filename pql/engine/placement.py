@@ -29,7 +29,7 @@ def replica_devices(config: Config) -> list[str]:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a run, or one of its replicas, runs.
+    """Hardware of a run, or of one of its replicas.
 
     Attributes:
         devices: device of the simulator and "collector", and of each learner.

@@ -1,4 +1,4 @@
-"""Wire protocol between remote actors and the learner: frames of a 32-byte header and raw little-endian arrays.
+"""Protocol between remote actors and the learner: frames of a 32-byte header and raw little-endian arrays.
 
     magic "pqlr" | version u16 | kind u8 | 0 | run id u64 | sequence number u64 | bytes of the body u32 | 0 u32
 
@@ -39,7 +39,7 @@ LOOPBACK = ("127.", "localhost:", "[::1]:", "unix:")  # prefixes of addresses th
 Arrays = dict[str, np.ndarray]
 
 
-class WireError(Exception):
+class ProtocolError(Exception):
     """Invalid or unexpected frame; the stream is closed."""
 
 
@@ -52,7 +52,7 @@ class Frame(NamedTuple):
     body: memoryview
 
 
-class WireRows(NamedTuple):
+class ActorRows(NamedTuple):
     """Answer of K environments, as views of the message. An OBS message has only observations."""
 
     obs: Arrays  # [K, ...] newest frames
@@ -78,17 +78,17 @@ def unpack(message: bytes) -> Frame:
     """Split a message into header fields and body.
 
     Raises:
-        WireError: not a frame of this version, or truncated.
+        ProtocolError: not a frame of this version, or truncated.
     """
     if len(message) < HEADER.size:
-        raise WireError(f"{len(message)} bytes are too short for a frame")
+        raise ProtocolError(f"{len(message)} bytes are too short for a frame")
     magic, version, kind, zero, run_id, seq, size, more = HEADER.unpack_from(message)
     if magic != MAGIC or zero or more:
-        raise WireError("not a frame of pql")
+        raise ProtocolError("not a frame of pql")
     if version != VERSION:
-        raise WireError(f"schema version {version}, expected {VERSION}: both sides need the same version of pql")
+        raise ProtocolError(f"schema version {version}, expected {VERSION}: both sides need the same version of pql")
     if size != len(message) - HEADER.size:
-        raise WireError(f"a body of {len(message) - HEADER.size} bytes, the header says {size}")
+        raise ProtocolError(f"a body of {len(message) - HEADER.size} bytes, the header says {size}")
     return Frame(kind, run_id, seq, memoryview(message)[HEADER.size :])
 
 
@@ -96,10 +96,10 @@ def expect(frame: Frame, kind: int, run_id: int, seq: int) -> Frame:
     """Return ``frame`` after checking its kind, run id and sequence number.
 
     Raises:
-        WireError: one of them differs.
+        ProtocolError: one of them differs.
     """
     if (frame.kind, frame.run_id, frame.seq) != (kind, run_id, seq):
-        raise WireError(
+        raise ProtocolError(
             f"frame {frame.kind} of run {frame.run_id:x}, number {frame.seq}: expected frame {kind} of run "
             f"{run_id:x}, number {seq}"
         )
@@ -110,16 +110,16 @@ def read_json_frame(body: memoryview) -> dict[str, Any]:
     """Parse the body as a JSON object.
 
     Raises:
-        WireError: it is too long, or not a JSON object.
+        ProtocolError: it is too long, or not a JSON object.
     """
     if len(body) > LARGEST_JSON:
-        raise WireError(f"{len(body)} bytes of JSON, at most {LARGEST_JSON}")
+        raise ProtocolError(f"{len(body)} bytes of JSON, at most {LARGEST_JSON}")
     try:
         facts = json.loads(bytes(body))
     except (ValueError, RecursionError) as error:
-        raise WireError(f"invalid JSON: {error}") from error
+        raise ProtocolError(f"invalid JSON: {error}") from error
     if not isinstance(facts, dict):
-        raise WireError("a JSON object is expected")
+        raise ProtocolError("a JSON object is expected")
     return facts
 
 
@@ -127,11 +127,11 @@ def read_seed(body: memoryview) -> int:
     """Parse the body of a RESET message: a seed below 2^63.
 
     Raises:
-        WireError: wrong size, or a larger number.
+        ProtocolError: wrong size, or a larger number.
     """
     seed = int.from_bytes(body, "little")
     if len(body) != 8 or seed >= 2**63:
-        raise WireError(f"a seed of {len(body)} bytes: expected 8, and a number below 2^63")
+        raise ProtocolError(f"a seed of {len(body)} bytes: expected 8, and a number below 2^63")
     return seed
 
 
@@ -142,11 +142,11 @@ def check_facts(facts: Any) -> dict[str, Any]:
     """Validate a received specification (see ``far_build.describe``) and return its known fields.
 
     Raises:
-        WireError: a field is missing or invalid; the message names it.
+        ProtocolError: a field is missing or invalid; the message names it.
     """
 
     if not isinstance(facts, Mapping):
-        raise WireError("specification: a JSON object is expected")
+        raise ProtocolError("specification: a JSON object is expected")
 
     def is_count(value: Any, least: int = 1) -> bool:
         return type(value) is int and least <= value < 2**31
@@ -198,7 +198,7 @@ def check_facts(facts: Any) -> dict[str, Any]:
     }
     for name, rule in rules.items():
         if name not in facts or not rule(facts[name]):
-            raise WireError(f"specification: {name} is missing or wrong")
+            raise ProtocolError(f"specification: {name} is missing or wrong")
     return {name: facts[name] for name in rules}
 
 
@@ -212,7 +212,7 @@ class Layout:
         facts: specification from :func:`check_facts`; ``num_envs`` is K.
 
     Raises:
-        WireError: a step may exceed the largest message.
+        ProtocolError: a step may exceed the largest message.
     """
 
     def __init__(self, facts: Mapping[str, Any]):
@@ -229,7 +229,7 @@ class Layout:
         largest = HEADER.size + self.count * (2 * self.row_bytes + 9 + 4 * self.terms) + 4
         if largest > LARGEST:
             fit = int(self.count * LARGEST / largest)
-            raise WireError(
+            raise ProtocolError(
                 f"a step of {self.count} environments may take {largest} bytes, a message at most "
                 f"{LARGEST}: at most {fit} environments an actor"
             )
@@ -261,22 +261,22 @@ class Layout:
     def _obs_parts(self, obs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         return [np.ascontiguousarray(obs[k], dtype) for k, (_, dtype) in self.obs.items()]
 
-    def read_obs(self, body: memoryview) -> WireRows:
+    def read_obs(self, body: memoryview) -> ActorRows:
         """Parse the body of an OBS message.
 
         Raises:
-            WireError: wrong size.
+            ProtocolError: wrong size.
         """
         reader = FrameReader(body)
         obs = self._read_obs(reader, self.count)
         reader.end()
-        return WireRows(obs)
+        return ActorRows(obs)
 
-    def read_step(self, body: memoryview) -> WireRows:
+    def read_step(self, body: memoryview) -> ActorRows:
         """Parse the body of a STEP message.
 
         Raises:
-            WireError: wrong size, unknown flags, or final observations of rows where no episode began.
+            ProtocolError: wrong size, unknown flags, or final observations of rows where no episode began.
         """
         reader, n = FrameReader(body), self.count
         reward = reader.array("<f4", (n,))
@@ -285,14 +285,14 @@ class Layout:
         obs = self._read_obs(reader, n)
         count = int(reader.array("<u4", (1,))[0])
         if count > n or flags.max() >= 1 << len(FLAGS):
-            raise WireError(f"{count} final observations of {n} rows, or unknown flags")
+            raise ProtocolError(f"{count} final observations of {n} rows, or unknown flags")
         ended = reader.array("<u4", (count,))
         begun = np.flatnonzero((flags & 12) == 12)  # first and valid
         if len(ended) + len(begun) and not np.array_equal(ended, begun):
-            raise WireError("final observations do not belong to the rows in which an episode begins")
+            raise ProtocolError("final observations do not belong to the rows in which an episode begins")
         finals = self._read_obs(reader, count)
         reader.end()
-        return WireRows(obs, reward, flags, log, begun, finals)
+        return ActorRows(obs, reward, flags, log, begun, finals)
 
     def _read_obs(self, reader: "FrameReader", rows: int) -> Arrays:
         return {k: reader.array(dtype, (rows, *shape)) for k, (shape, dtype) in self.obs.items()}
@@ -305,7 +305,7 @@ class Layout:
         """Parse the body of an ACT message: [K, A] float32, [K] or [K, A] int64.
 
         Raises:
-            WireError: wrong size.
+            ProtocolError: wrong size.
         """
         reader = FrameReader(body)
         action = reader.array(self.action_type, self.action_shape)
@@ -325,15 +325,15 @@ class FrameReader:
             return self.array("u1", shape) != 0
         kind, count = np.dtype(dtype), math.prod(shape)
         if self.at + count * kind.itemsize > len(self.body):
-            raise WireError(f"a body of {len(self.body)} bytes is cut short")
+            raise ProtocolError(f"a body of {len(self.body)} bytes is cut short")
         out = np.frombuffer(self.body, kind, count, self.at).reshape(shape)
         self.at += count * kind.itemsize
         return out
 
     def end(self) -> None:
-        """Raise ``WireError`` if bytes are left."""
+        """Raise ``ProtocolError`` if bytes are left."""
         if self.at != len(self.body):
-            raise WireError(f"{len(self.body) - self.at} bytes too many")
+            raise ProtocolError(f"{len(self.body) - self.at} bytes too many")
 
 
 def newest_frames(obs: Mapping[str, Any], stacks: Mapping[str, int]) -> dict[str, np.ndarray]:

@@ -28,7 +28,7 @@ PACKAGES = ("matplotlib", "scipy", "jinja2")
 
 @dataclass(frozen=True)
 class PageOptions:
-    """What a page shows.
+    """Contents of a page.
 
     Attributes:
         x: the axis on which runs are compared: ``seconds``, ``env_steps`` or ``updates``.
