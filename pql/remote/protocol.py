@@ -18,7 +18,7 @@ Both sides import this file; it needs only the standard library and NumPy.
 import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -144,62 +144,75 @@ def check_facts(facts: Any) -> dict[str, Any]:
     Raises:
         ProtocolError: a field is missing or invalid; the message names it.
     """
-
     if not isinstance(facts, Mapping):
         raise ProtocolError("specification: a JSON object is expected")
-
-    def is_count(value: Any, least: int = 1) -> bool:
-        return type(value) is int and least <= value < 2**31
-
-    def is_obs(value: Any) -> bool:
-        if not (isinstance(value, list) and len(value) == 3 and isinstance(value[0], list)):
-            return False
-        shape, dtype, stack = value
-        sizes = len(shape) <= 8 and all(is_count(s) for s in shape)
-        return sizes and dtype in TYPES and is_count(stack) and (stack == 1 or shape[:1] == [stack])
-
-    def is_text(value: Any) -> bool:  # as checkpoints can store, without control characters
-        return isinstance(value, str) and 0 < len(value) <= 200 and value.isprintable()
-
-    def is_number(value: Any) -> bool:
-        if type(value) is int:
-            return abs(value) < 2**1023  # larger ones overflow a float
-        return type(value) is float and not math.isnan(value)
-
-    def is_numbers(value: Any, count: Any) -> bool:
-        return value is None or (isinstance(value, list) and len(value) == count and all(map(is_number, value)))
-
-    def is_action(value: Any) -> bool:
-        if not isinstance(value, dict):
-            return False
-        if "n" in value:
-            return is_count(value["n"]) and is_count(value.get("start", 0), -(2**31))
-        if "nvec" in value:
-            many = value["nvec"]
-            if not (isinstance(many, list) and 0 < len(many) < 2**16 and all(map(is_count, many))):
-                return False
-            starts = value.get("start", many)
-            return isinstance(starts, list) and len(starts) == len(many) and all(is_count(s, -(2**31)) for s in starts)
-        size = value.get("size")
-        return is_count(size) and all(is_numbers(value.get(k), size) for k in ("low", "high"))
-
-    rules = {
-        "name": is_text,
-        "num_envs": is_count,
-        "obs": lambda v: (
-            isinstance(v, dict) and "policy" in v and len(v) <= 32 and all(is_text(k) and is_obs(v[k]) for k in v)
-        ),
-        "action": is_action,
-        "max_episode_steps": lambda v: v is None or is_count(v),
-        "autoreset": lambda v: v in ("same_step", "next_step"),
-        "final_obs": lambda v: v in ("always", "on_done", "never"),
-        "log": lambda v: isinstance(v, list) and len(v) <= 256 and all(map(is_text, v)),
-        "info": lambda v: isinstance(v, dict) and is_numbers(v.get("action_reach"), facts["action"].get("size")),
-    }
-    for name, rule in rules.items():
+    for name, rule in RULES.items():
         if name not in facts or not rule(facts[name]):
             raise ProtocolError(f"specification: {name} is missing or wrong")
-    return {name: facts[name] for name in rules}
+    if not _are_numbers(facts["info"].get("action_reach"), facts["action"].get("size")):
+        raise ProtocolError("specification: info is missing or wrong")
+    return {name: facts[name] for name in RULES}
+
+
+def _is_count(value: Any, least: int = 1) -> bool:
+    return type(value) is int and least <= value < 2**31
+
+
+def _is_text(value: Any) -> bool:  # as checkpoints can store, without control characters
+    return isinstance(value, str) and 0 < len(value) <= 200 and value.isprintable()
+
+
+def _is_number(value: Any) -> bool:
+    if type(value) is int:
+        return abs(value) < 2**1023  # larger ones overflow a float
+    return type(value) is float and not math.isnan(value)
+
+
+def _are_numbers(value: Any, count: Any) -> bool:
+    return value is None or (isinstance(value, list) and len(value) == count and all(map(_is_number, value)))
+
+
+def _is_group(value: Any) -> bool:
+    """Return True for [shape, dtype, stack] of an observation group."""
+    if not (isinstance(value, list) and len(value) == 3 and isinstance(value[0], list)):
+        return False
+    shape, dtype, stack = value
+    sizes = len(shape) <= 8 and all(map(_is_count, shape))
+    return sizes and dtype in TYPES and _is_count(stack) and (stack == 1 or shape[:1] == [stack])
+
+
+def _is_obs(value: Any) -> bool:
+    known = isinstance(value, dict) and "policy" in value and len(value) <= 32
+    return known and all(_is_text(k) and _is_group(v) for k, v in value.items())
+
+
+def _is_action(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    if "n" in value:
+        return _is_count(value["n"]) and _is_count(value.get("start", 0), -(2**31))
+    if "nvec" in value:
+        many = value["nvec"]
+        if not (isinstance(many, list) and 0 < len(many) < 2**16 and all(map(_is_count, many))):
+            return False
+        starts = value.get("start", many)
+        return isinstance(starts, list) and len(starts) == len(many) and all(_is_count(s, -(2**31)) for s in starts)
+    size = value.get("size")
+    return _is_count(size) and all(_are_numbers(value.get(k), size) for k in ("low", "high"))
+
+
+RULES: dict[str, Callable[[Any], bool]] = {
+    "name": _is_text,
+    "num_envs": _is_count,
+    "obs": _is_obs,
+    "action": _is_action,
+    "max_episode_steps": lambda v: v is None or _is_count(v),
+    "autoreset": lambda v: v in ("same_step", "next_step"),
+    "final_obs": lambda v: v in ("always", "on_done", "never"),
+    "log": lambda v: isinstance(v, list) and len(v) <= 256 and all(map(_is_text, v)),
+    "info": lambda v: isinstance(v, dict),
+}
+"""Fields of a specification, and what their values must be."""
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------

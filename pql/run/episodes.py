@@ -141,7 +141,7 @@ def run_episodes(
             ended(so_far)
             if not missing:
                 break
-    return tally.result()
+    return tally.evaluation()
 
 
 class _Tally:
@@ -200,7 +200,7 @@ class _Tally:
         so_far, missing = torch.stack([self.count.sum(), (self.there & (self.count < self.quota)).sum()]).tolist()
         return so_far, missing
 
-    def result(self) -> Evaluation:
+    def evaluation(self) -> Evaluation:
         """Count what still runs as ended, and return all episodes."""
         self.live &= self.running[1] > 0
         self._store(self.live)

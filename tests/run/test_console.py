@@ -18,19 +18,8 @@ from pql.config.compose import compose
 from pql.contract.registry import register
 from pql.envs.toy import Counter
 from pql.errors import PqlWarning
-from pql.run.log.console import (
-    COLUMNS,
-    EVERY,
-    WIDTH,
-    Console,
-    Lines,
-    Notebook,
-    Panel,
-    RunProgress,
-    budget_words,
-    make_face,
-    opening,
-)
+from pql.run.log.console import WIDTH, Console, budget_words, opening
+from pql.run.log.displays import COLUMNS, EVERY, Lines, Notebook, Panel, RunProgress, make_face
 from pql.run.session import Session
 
 ROW = {

@@ -4,7 +4,8 @@ import math
 import textwrap
 
 from pql.config import BudgetConfig, Config
-from pql.run.log.console import WIDTH, Row
+from pql.run.log.console import WIDTH
+from pql.run.log.displays import Row
 from pql.run.store.run_dir import Summary, command
 
 ADVICE = {

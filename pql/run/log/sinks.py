@@ -22,7 +22,8 @@ from pql.config.files import check_ordinary, create_file
 from pql.config.schema import LOGGERS, PLUGINS
 from pql.contract.plugins import entry_points
 from pql.errors import ConfigError, HungError, PqlWarning, first_line
-from pql.run.log.console import Console, Row
+from pql.run.log.console import Console
+from pql.run.log.displays import Row
 from pql.run.log.loggers import LATER, TensorBoard, Tracker
 
 LINE = 1 << 20  # upper limit of a row's characters; rows are far shorter
