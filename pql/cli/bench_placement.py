@@ -9,7 +9,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from pql.config import Config, ThreadsConfig
 from pql.config.compose import compose
@@ -25,23 +24,7 @@ WORTH = 1.03  # least speed-up at which another split is accepted: less is noise
 WARM_UP, ROWS = 32, 100_000  # of a measurement: a tick's cost does not depend on the replay's content
 
 
-class Trial(Protocol):
-    """A run that can be timed."""
-
-    split: Split
-
-    def rate(self, seconds: float) -> float:
-        """Measure ticks per second, for about ``seconds``."""
-        ...
-
-    def busy(self) -> dict[str, float]:
-        """Return the seconds that each multi-threaded part was busy so far."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class RealTrial:
+class Trial:
     """A run of ``config`` with ``split``, built and warmed up."""
 
     def __init__(self, config: Config, split: Split):
@@ -65,8 +48,7 @@ class RealTrial:
         return {name: seconds["collector" if name == "simulator" else name] for name in self.split}
 
     def close(self) -> None:
-        self.parts.schedule.executor.close()
-        self.parts.close_envs()
+        self.parts.close()
 
 
 def measure_placements(words: Sequence[str], seconds: float = 2.0, rounds: int = 3) -> int:
@@ -88,12 +70,12 @@ def measure_placements(words: Sequence[str], seconds: float = 2.0, rounds: int =
         tried += 1
         print(f"{ratio:5.2f} of the best so far: {show_split(split)}", flush=True)
 
-    best = search(lambda split: RealTrial(config, split), start, cores, seconds, rounds, tell)
+    best = search(lambda split: Trial(config, split), start, cores, seconds, rounds, tell)
     if best == start:
         print(f"the default is the best of the {tried} tried: no setting to change")
         return 0
     # Measured again, as the best of many measurements is biased upwards.
-    new, old = RealTrial(config, best), RealTrial(config, start)
+    new, old = Trial(config, best), Trial(config, start)
     ratio = faster(new, old, seconds, rounds)
     new.close()
     old.close()

@@ -19,7 +19,7 @@ from typing import Any
 
 from pql.api import launch
 from pql.engine import deadlines
-from pql.errors import ConfigError, PqlWarning, RunError, nearest
+from pql.errors import ConfigError, PqlWarning, RunError, nearest, writing
 
 
 @contextlib.contextmanager
@@ -75,8 +75,10 @@ def run_eval(args: argparse.Namespace) -> int:
     asked: dict[str, Any] = {"num_envs": 16} | parse_pairs(args.overrides, args.own)
     out = expanded("out", asked.pop("out")) if "out" in asked else None
     plan = EvaluationPlan(**{"episodes": asked["num_envs"], **asked}, trust=args.trust)
-    if out:
-        check_writable(out)  # before the episodes are run
+    if out:  # before the episodes are run
+        with writing("out", out, "file"):
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.touch()
     ended: list[int] = []
 
     def far() -> str:
@@ -103,15 +105,6 @@ def run_eval(args: argparse.Namespace) -> int:
     else:
         warnings.warn(f"not written: {lost}; out=FILE chooses another place", PqlWarning, stacklevel=1)
     return 0
-
-
-def check_writable(path: Path) -> None:
-    """Raises ``ConfigError`` if the file ``out=path`` cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-    except OSError as error:
-        raise ConfigError("out", path, f"a file that can be written ({error.strerror})") from error
 
 
 def print_evaluation(row: dict[str, Any]) -> None:

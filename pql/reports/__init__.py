@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pql
 from pql.config.files import expanded, read_json
 from pql.config.trust import check_links
-from pql.errors import ConfigError, nearest, printable
+from pql.errors import ConfigError, nearest, printable, writing
 from pql.reports.references import is_number, known
 
 if TYPE_CHECKING:
@@ -83,7 +83,9 @@ def write(
         folder = paths[0] / "report" if single else Path("comparison")
         if single:
             check_links(paths[0], "report")
-    _make(folder)  # before the work starts
+    with writing("out", folder):  # before the work starts
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "index.html").touch()
     analysis = numbers.analyse(found, x, thresholds, notes, scales, points)
     _draw(folder, found, analysis, paths[0] if single else None)
     return folder / "index.html", analysis
@@ -119,15 +121,6 @@ def _numbers(key: str, values: Any) -> list[float]:
         if all(map(is_number, values)):
             return [float(v) for v in values]
     raise ConfigError(key, values, "a list of numbers such as [100,200]")
-
-
-def _make(folder: Path) -> None:
-    """Raise ``ConfigError`` if ``folder`` is not a writable folder."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "index.html").touch()
-    except OSError as error:
-        raise ConfigError("out", folder, f"a folder that can be written ({error.strerror})") from error
 
 
 def _figures(folder: Path) -> list[str]:

@@ -167,6 +167,12 @@ class Parts:
         for one in self.replicas:
             one.collector.quarantine.check()
 
+    def close(self, envs: bool = True) -> None:
+        """End the workers and, unless ``envs`` is False, close the simulators."""
+        self.schedule.executor.close()
+        if envs:
+            self.close_envs()
+
     def close_envs(self) -> None:
         with self._starting(f"closing {self.first.env.spec.name}"):
             for one in self.replicas:

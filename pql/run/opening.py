@@ -20,9 +20,9 @@ from pql.run.episodes import limit_note
 from pql.run.flight_recorder import dumping
 from pql.run.guard import short_of_memory
 from pql.run.log import sinks as log
+from pql.run.log.closing import few_rollouts
 from pql.run.log.console import announced
 from pql.run.log.console_log import CONSOLE_LOG
-from pql.run.log.pace import few_rollouts
 from pql.run.policy import check_finite, init_from
 from pql.run.store import checkpoint
 from pql.run.store import run_dir as rundir
@@ -77,7 +77,7 @@ def _make_parts(session: "Session", opened: ExitStack) -> None:
     with session.doing("building the simulator and the networks"):
         with watching(f"building {config.task.title}", start_limit(config.placement)):
             session.parts = parts = _build(session.ranks.share, session.given_env)
-        opened.callback(_close_parts, parts, session.given_env is None)
+        opened.callback(parts.close, session.given_env is None)
         check_storable(config, spec_to_dict(parts.first.env.spec))
         session.evaluations.check()
         session.ranks.connect(parts)
@@ -85,12 +85,6 @@ def _make_parts(session: "Session", opened: ExitStack) -> None:
         session.console.progress.now = session.now
     with session.doing("compiling", parts.preparation):
         parts.prepare()
-
-
-def _close_parts(parts: Parts, own: bool) -> None:
-    parts.schedule.executor.close()
-    if own:
-        parts.close_envs()
 
 
 def _build(config: Config, env: VecEnv | None) -> Parts:

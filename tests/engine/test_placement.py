@@ -114,7 +114,7 @@ def test_real_runs_are_measured(capsys, monkeypatch, algo, parts):
 def test_luck_does_not_count(capsys, monkeypatch, anew, last):
     """The winner of many measurements is measured once more against the default."""
     machine = Made(lambda split: {"v": 1.0, "collector": 0.5, "p": 0.5})
-    monkeypatch.setattr(placement, "RealTrial", lambda config, split: machine(split))
+    monkeypatch.setattr(placement, "Trial", lambda config, split: machine(split))
     monkeypatch.setattr(placement, "available_cores", lambda: 2)
     ratios = iter([1.1, 1.0, 1.0, anew])
     monkeypatch.setattr(placement, "faster", lambda a, b, seconds, rounds: next(ratios))

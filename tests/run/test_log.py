@@ -30,8 +30,7 @@ from pql.errors import ConfigError, PqlWarning
 from pql.reports.runs import read_rows
 from pql.run.log import feed, loggers, trackers
 from pql.run.log import sinks as log
-from pql.run.log.closing import closing_words
-from pql.run.log.pace import few_rollouts
+from pql.run.log.closing import closing_words, few_rollouts
 from pql.run.resume import resume_config
 from pql.run.session import Session
 from pql.run.store.run_dir import Summary

@@ -14,7 +14,7 @@ from pql.config import from_dict
 from pql.config.files import JSON_BYTES, expanded
 from pql.config.trust import names_foreign_code
 from pql.engine import deadlines
-from pql.errors import ConfigError, first_line
+from pql.errors import ConfigError, first_line, writing
 from pql.run.hub.card import CARD_BYTES, card
 from pql.run.policy import check_finite
 from pql.run.store import checkpoint
@@ -165,11 +165,9 @@ def _arranged(temporary: Path, repo: str) -> Path:
 
 
 def _temporary_beside(folder: Path) -> "tempfile.TemporaryDirectory[str]":
-    try:
+    with writing("out", folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         return tempfile.TemporaryDirectory(dir=folder.parent, prefix=".pulling-")
-    except OSError as error:
-        raise ConfigError("out", folder, f"a folder that can be written ({error.strerror})") from error
 
 
 def endpoint() -> str | None:

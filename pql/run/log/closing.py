@@ -1,4 +1,4 @@
-"""Last lines of a run on the console: result, bottleneck and the commands to use next."""
+"""Notes of a run on the console: a budget with room for few rollouts; at the end, result, bottleneck and commands."""
 
 import math
 import textwrap
@@ -8,6 +8,8 @@ from pql.run.log.console import WIDTH
 from pql.run.log.displays import Row
 from pql.run.store.run_dir import Summary, command
 
+FEW, ENOUGH = 10, 30  # rollouts
+LEAST = 8  # environments
 ADVICE = {
     "collector": "fewer environments or a faster simulator would speed it up; more updates per step would be free",
     "v": "a smaller critic or batch, fewer updates per step or more threads for v would speed it up",
@@ -92,4 +94,27 @@ def scores(summary: Summary) -> str:
     return (
         f"return {summary.return_mean:,.1f} ({middle}IQM {summary.return_iqm:,.1f}){success} "
         f"over {summary.episodes} episodes{length}"
+    )
+
+
+def few_rollouts(config: Config, seconds: float) -> str:
+    """Return a note with fewer environments, or "" where the budget has room for ``FEW`` rollouts.
+
+    Fewer environments make shorter rollouts. Slow simulators on the CPU make as many env steps per second with them.
+
+    Args:
+        seconds: duration of the warm-up.
+    """
+    horizon, budget, warmup = getattr(config.algo, "horizon", None), config.budget.seconds, config.algo.warmup_steps
+    if horizon is None or budget is None or warmup == 0 or seconds <= 0:
+        return ""
+    count = max(budget - seconds, 0) * warmup / seconds / horizon
+    fewer = 2 ** (int(max(config.num_envs * count / ENOUGH, LEAST)).bit_length() - 1)
+    if count >= FEW or fewer >= config.num_envs:
+        return ""
+    rate, size = warmup * config.num_envs / seconds, config.num_envs * horizon
+    return textwrap.fill(
+        f"at {rate:,.0f} env steps/s budget.seconds={budget:g} has room for about {count:.1f} rollouts of "
+        f"num_envs x algo.horizon = {size:,} env steps; num_envs={fewer} makes more and shorter ones",
+        WIDTH,
     )
