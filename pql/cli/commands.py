@@ -278,6 +278,15 @@ def run_list(args: argparse.Namespace) -> int:
     return 0
 
 
+def run_completion(args: argparse.Namespace) -> int:
+    from pql.cli.completion import SCRIPTS, candidates
+
+    if args.words is None and args.shell is None:
+        raise ConfigError("command", "completion", f"one of {', '.join(SCRIPTS)}")
+    print(SCRIPTS[args.shell] if args.words is None else "\n".join(candidates(args.words, args.commands)))
+    return 0
+
+
 def run_doctor(args: argparse.Namespace) -> int:
     if args.env:
         from pql.cli.doctor_env import check_simulator

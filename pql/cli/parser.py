@@ -1,7 +1,7 @@
 """Parser of the command line: every command with its words, its own settings and its help."""
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from pql import __version__
@@ -15,7 +15,7 @@ Word = tuple[tuple[str, ...], dict[str, Any]]
 
 
 class Command(NamedTuple):
-    """A command.
+    """A command. ``commands`` has the function that carries it out, ``run_NAME``.
 
     Attributes:
         about: help and, after a colon, an example.
@@ -23,7 +23,6 @@ class Command(NamedTuple):
         own: names and types of the key=value settings that are not settings of a run.
     """
 
-    run: Callable[[argparse.Namespace], int]
     about: str
     words: Sequence[Word] = ()
     own: Mapping[str, type] = {}
@@ -51,20 +50,16 @@ def flag(*names: str, about: str) -> Word:
     return word(*names, action="store_true", help=about)
 
 
-def run_completion(args: argparse.Namespace) -> int:
-    from pql.cli.completion import SCRIPTS, candidates
-
-    if args.words is None and args.shell is None:
-        raise ConfigError("command", "completion", f"one of {', '.join(SCRIPTS)}")
-    print(SCRIPTS[args.shell] if args.words is None else "\n".join(candidates(args.words, COMMANDS)))
-    return 0
+def _runs(about: str) -> Word:
+    return word("words", metavar="RUN", nargs="+", help=about)
 
 
 TRUST = flag("--trust", about="run the code, programs and paths that the file names (docs/security.md)")
+CHECKPOINT, EXPORT = (word("path", metavar=f"RUN|CHECKPOINT{more}") for more in ("", "|EXPORT"))
+REPO = word("repo", metavar="OWNER/NAME")
 PAGE = {"x": str, "out": str, "thresholds": list, "at": list, "references": str}
 COMMANDS = {
     "train": Command(
-        commands.run_train,
         "train: pql train task=halfcheetah algo=pql seed=1",
         (
             overrides("key=value settings; presets: algo= task= atari= batch= placement= logger= scale="),
@@ -77,25 +72,17 @@ COMMANDS = {
         ),
     ),
     "resume": Command(
-        commands.run_resume,
-        "continue a run: pql resume RUN budget.seconds=600",
-        (word("run_dir", metavar="RUN"), overrides(), TRUST),
+        "continue a run: pql resume RUN budget.seconds=600", (word("run_dir", metavar="RUN"), overrides(), TRUST)
     ),
     "eval": Command(
-        commands.run_eval,
         "evaluate a policy: pql eval RUN|CHECKPOINT episodes=100",
-        (
-            word("path", metavar="RUN|CHECKPOINT|EXPORT"),
-            overrides("num_envs=16 episodes=16 seed=0 device=cpu epsilon=0 max_steps=N out=FILE"),
-            TRUST,
-        ),
+        (EXPORT, overrides("num_envs=16 episodes=16 seed=0 device=cpu epsilon=0 max_steps=N out=FILE"), TRUST),
         {"num_envs": int, "episodes": int, "seed": int, "device": str, "epsilon": float, "max_steps": int, "out": str},
     ),
     "play": Command(
-        commands.run_play,
         "a video of a policy: pql play RUN|CHECKPOINT episodes=1",
         (
-            word("path", metavar="RUN|CHECKPOINT|EXPORT"),
+            EXPORT,
             overrides("out=FILE.mp4 episodes=1 steps=N width=N height=N seed=0 device=cpu"),
             flag("--live", about="the simulator's own window instead of a video (MuJoCo)"),
             flag("--browser", about="a live page on this machine instead of a video"),
@@ -104,87 +91,49 @@ COMMANDS = {
         {**dict.fromkeys(("episodes", "steps", "width", "height", "seed", "port"), int), "device": str, "out": str},
     ),
     "export": Command(
-        commands.run_export,
         "a policy as .pt2 and .onnx files: pql export RUN|CHECKPOINT formats=onnx",
-        (
-            word("path", metavar="RUN|CHECKPOINT"),
-            overrides("out=FOLDER formats=pt2,onnx scale=true"),
-            TRUST,
-        ),
+        (CHECKPOINT, overrides("out=FOLDER formats=pt2,onnx scale=true"), TRUST),
         {"formats": str, "scale": bool, "out": str},
     ),
     "compare": Command(
-        commands.run_compare,
         "compare runs on one page: pql compare RUN... x=env_steps out=DIR",
-        (
-            word(
-                "words",
-                metavar="RUN",
-                nargs="+",
-                help="runs, or folders of runs; x= out= thresholds=[...] at=[...] references=",
-            ),
-        ),
+        (_runs("runs, or folders of runs; x= out= thresholds=[...] at=[...] references="),),
         PAGE,
     ),
     "report": Command(
-        commands.run_report,
-        "a page about one run: pql report RUN out=DIR",
-        (word("words", metavar="RUN", nargs="+", help="a run; x= out= thresholds=[...] at=[...]"),),
-        PAGE,
+        "a page about one run: pql report RUN out=DIR", (_runs("a run; x= out= thresholds=[...] at=[...]"),), PAGE
     ),
     "watch": Command(
-        commands.run_watch,
         "a live page about runs, on this machine: pql watch RUN|FOLDER port=8421",
         (word("path", metavar="RUN|FOLDER"), overrides("port=8421 open=true (in a browser)")),
         {"port": int, "open": bool},
     ),
     "pull": Command(
-        commands.run_pull,
         "a policy from a model hub: pql pull OWNER/NAME revision=COMMIT",
-        (word("repo", metavar="OWNER/NAME"), overrides("revision=COMMIT out=FOLDER")),
+        (REPO, overrides("revision=COMMIT out=FOLDER")),
         {"out": str, "revision": str},
     ),
     "push": Command(
-        commands.run_push,
         "a policy to a model hub: pql push RUN OWNER/NAME private=false",
-        (
-            word("path", metavar="RUN|CHECKPOINT"),
-            word("repo", metavar="OWNER/NAME"),
-            overrides("private=true message=TEXT"),
-        ),
+        (CHECKPOINT, REPO, overrides("private=true message=TEXT")),
         {"private": bool, "message": str},
     ),
     "sweep": Command(
-        commands.run_sweep,
         "search settings: pql sweep 'algo.critic.lr=interval(1e-4,1e-2)' trials=20",
         (overrides("as for train; trials= seeds= sampler= objective= prune= sweep_dir= backend="),),
     ),
     "bench": Command(
-        commands.run_bench,
         "what makes a run's ticks fastest here: pql bench placement task=ant algo=sac",
         (word("what", choices=("placement",)), overrides("as for train; seconds=2 rounds=3")),
         {"seconds": int, "rounds": int},
     ),
     "warm-up": Command(
-        commands.run_warm_up,
-        "compile ahead what a run needs: pql warm-up task=ant num_envs=4096",
-        (overrides("as for train"),),
+        "compile ahead what a run needs: pql warm-up task=ant num_envs=4096", (overrides("as for train"),)
     ),
-    "actor": Command(
-        actor_command.run_actor,
-        "environments for a learner elsewhere: pql actor --connect HOST:PORT --task ant",
-    ),
-    "fleet": Command(
-        fleet_command.run_fleet,
-        "actors on a Ray cluster: pql fleet --connect HOST:PORT --task ant --actors 16",
-    ),
-    "list": Command(
-        commands.run_list,
-        "what there is: pql list tasks|algos|games",
-        (word("what", choices=("tasks", "algos", "games")),),
-    ),
+    "actor": Command("environments for a learner elsewhere: pql actor --connect HOST:PORT --task ant"),
+    "fleet": Command("actors on a Ray cluster: pql fleet --connect HOST:PORT --task ant --actors 16"),
+    "list": Command("what there is: pql list tasks|algos|games", (word("what", choices=("tasks", "algos", "games")),)),
     "doctor": Command(
-        commands.run_doctor,
         "check this machine, or a simulator: pql doctor --env NAME",
         (
             word("--env", metavar="NAME"),
@@ -194,7 +143,6 @@ COMMANDS = {
         ),
     ),
     "completion": Command(
-        run_completion,
         'for the shell: eval "$(pql completion bash)"',
         (
             word("shell", nargs="?", choices=("bash", "zsh", "fish")),
@@ -230,7 +178,8 @@ def parser() -> Parser:
         one.flags = command.flags
         for names, more in command.words:
             one.add_argument(*names, **more)
-        one.set_defaults(run=command.run, own=command.own, parser=one)
+        run = getattr(commands, f"run_{name.replace('-', '_')}", None)  # actors and fleets set their own below
+        one.set_defaults(run=run, own=command.own, parser=one, commands=COMMANDS)
     actor_command.add_actor_options(sub.choices["actor"])
     fleet_command.add_fleet_options(sub.choices["fleet"])
     return top

@@ -241,7 +241,7 @@ def machine(config: Config) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Return the versions of the installed packages that affect a run."""
-    return {name: version for name in PACKAGES if (version := _version(name))}
+    return {name: found for name in PACKAGES if (found := version(name))}
 
 
 @cache
@@ -263,8 +263,8 @@ def git_state() -> dict[str, Any]:
         return {"commit": None, "dirty": None}
 
 
-@cache
-def _version(package: str) -> str | None:
+def version(package: str) -> str | None:
+    """Return the version of an installed package, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
