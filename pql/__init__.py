@@ -25,11 +25,11 @@ __version__ = "0.2.0"
 if TYPE_CHECKING:
     from pql import wrap as wrap
     from pql.algos.registry import register_algorithm as register_algorithm
-    from pql.cli.api import compare as compare
-    from pql.cli.api import evaluate as evaluate
-    from pql.cli.api import report as report
-    from pql.cli.api import resume as resume
-    from pql.cli.api import train as train
+    from pql.api import compare as compare
+    from pql.api import evaluate as evaluate
+    from pql.api import report as report
+    from pql.api import resume as resume
+    from pql.api import train as train
     from pql.config import Config as Config
     from pql.contract.conformance import check_env as check_env
     from pql.contract.env import Box as Box
@@ -49,11 +49,11 @@ if TYPE_CHECKING:
     from pql.types import Step as Step
 
 _HOME = {
-    "train": "pql.cli.api",
-    "resume": "pql.cli.api",
-    "evaluate": "pql.cli.api",
-    "compare": "pql.cli.api",
-    "report": "pql.cli.api",
+    "train": "pql.api",
+    "resume": "pql.api",
+    "evaluate": "pql.api",
+    "compare": "pql.api",
+    "report": "pql.api",
     "check_env": "pql.contract.conformance",
     "make_env": "pql.contract.env",
     "register": "pql.contract.registry",

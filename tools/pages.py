@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pql.cli.explain import allowed, condition, shown
-from pql.cli.main import parser
+from pql.cli.parser import parser
 from pql.config import Config
 from pql.config.algorithms import RECORDS
 from pql.config.fields import Setting, settings

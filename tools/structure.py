@@ -29,6 +29,7 @@ ROOMS = (
     "run",
     "reports",
     "wrap",
+    "api",
     "cli",
 )  # lowest first: a module imports only from its own room and those before it
 ALLOWED = {

@@ -6,6 +6,7 @@ of a second, so nothing here may import torch or Hydra.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
+from typing import TYPE_CHECKING
 
 from pql.cli.sweep_plan import AXES, OBJECTIVES, SAMPLERS, Settings
 from pql.config import Config
@@ -13,6 +14,9 @@ from pql.config.algorithms import RECORDS
 from pql.config.compose import BATCH, RESUMABLE, RESUMABLE_TOO, known_settings
 from pql.config.fields import reads, settings
 from pql.config.layers import GROUPS, Presets
+
+if TYPE_CHECKING:
+    from pql.cli.parser import Command
 
 BASH = """\
 _pql() {
@@ -70,16 +74,10 @@ RUN_FIRST = (
 )  # the first word is a path, for the shell
 
 
-def candidates(
-    line: str, commands: Mapping[str, Iterable[str]], flags: Mapping[str, Sequence[str]] | None = None
-) -> list[str]:
+def candidates(line: str, commands: "Mapping[str, Command]") -> list[str]:
     """Return words that may replace the last word of ``line``. Empty if it may be a file name.
 
     Names are completed a part at a time: ``algo.cr`` -> ``algo.critic.``, then ``algo.critic.lr=``.
-
-    Args:
-        commands: command -> its own settings.
-        flags: by command.
     """
     words = line.split()
     if line[-1:].isspace() or not words:
@@ -94,7 +92,7 @@ def candidates(
     elif command == "bench" and len(before) == 2:
         found = ("placement",)
     elif word.startswith("-"):
-        found = (flags or {}).get(command, ())
+        found = commands[command].options if command in commands else ()
     elif command in RUN_FIRST and len(before) == 2:
         found = ()
     elif "=" in word:
@@ -104,7 +102,9 @@ def candidates(
     else:
         chosen = next((w.removeprefix("algo=") for w in before if w.startswith("algo=")), "pql")
         algo = chosen if chosen in Presets().names("algo") else None
-        found = next_parts(word, [*setting_names(command, algo), *commands.get(command, ())])
+        found = next_parts(
+            word, [*setting_names(command, algo), *(commands[command].own if command in commands else ())]
+        )
     return [w for w in found if w.startswith(word)]
 
 

@@ -166,8 +166,7 @@ def dry_run(overrides: Sequence[str]) -> int:
                 steps = parts.env_steps - steps
             times.append(time.perf_counter())
         finally:
-            parts.schedule.executor.close()
-            parts.close_envs()
+            parts.close()
     building, starting, tick = (later - earlier for earlier, later in itertools.pairwise(times))
     spec, held = parts.first.env.spec, memory(parts.first.env.spec.device)
     held |= {"replay": sum(map(tensor_bytes, parts.first.collector.replays)) / 2**30}

@@ -4,7 +4,7 @@ Hydra's grammar is used here and in ``space.py`` alone, and imported only when c
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any, cast
@@ -13,7 +13,7 @@ from pql.config import AlgoConfig, Config, from_dict, leaves, to_dict
 from pql.config.algorithms import RECORDS
 from pql.config.families import record_of, registered
 from pql.config.fields import condition_text, instead_of, is_read, settings, types_of
-from pql.config.files import walk
+from pql.config.files import flat, walk
 from pql.config.large_batch import large_batch
 from pql.config.layers import GROUPS, Layer, Presets
 from pql.config.schema import nested
@@ -133,20 +133,12 @@ def words_of(settings: Iterable[str | Mapping[str, Any]]) -> list[str]:
     words: list[str] = []
     for one in settings:
         if isinstance(one, Mapping):
-            words += [f"{key}={in_words(key, value)}" for key, value in _flat(one)]
+            words += [f"{key}={in_words(key, value)}" for key, value in flat(one)]
         elif isinstance(one, str):
             words.append(one)
         else:
             raise ConfigError("override", one, "the form 'key=value', or a dict of settings")
     return words
-
-
-def _flat(settings: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def in_words(key: str, value: Any) -> str:

@@ -14,7 +14,6 @@ from typing import Any
 MOVED = {
     "pql." + old: "pql." + new
     for old, new in {
-        "api": "cli.api",
         "main": "cli.main",
         "conformance": "contract.conformance",
         "env": "contract.env",

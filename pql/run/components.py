@@ -22,6 +22,7 @@ from pql.data.normalize import Moments
 from pql.engine.collectives import ALONE, Group
 from pql.engine.deadlines import start_limit, step_limit
 from pql.engine.flat import Flat
+from pql.engine.placement import Machine
 from pql.engine.schedule import Counts, Schedule
 from pql.engine.watchdog import touch, watching
 from pql.engine.worker import Learner, LearnerJob, MetricSum, WeightSlot, Worker
@@ -34,6 +35,7 @@ class Replica:
 
     Attributes:
         config: its share of the run's config: environments, seed, device.
+        machine: its devices and threads.
         learners: "v" and "p", or "learner" if one trains both.
         gauges: 0-dim values for the log, summed over replicas.
         schedule: schedule of its workers.
@@ -41,6 +43,7 @@ class Replica:
     """
 
     config: Config
+    machine: Machine
     env: VecEnv
     collector: Collector
     learners: dict[str, Learner]
@@ -161,6 +164,12 @@ class Parts:
         """Raise ``RunError`` if no environment of a replica returns finite values. Waits for the device."""
         for one in self.replicas:
             one.collector.quarantine.check()
+
+    def close(self, envs: bool = True) -> None:
+        """End the workers and, unless ``envs`` is False, close the simulators."""
+        self.schedule.executor.close()
+        if envs:
+            self.close_envs()
 
     def close_envs(self) -> None:
         with self._starting(f"closing {self.first.env.spec.name}"):

@@ -85,7 +85,7 @@ def replay(path: str | Path, env: VecEnv | None = None, trust: bool = False) -> 
     Raises:
         ConfigError: no such dump, or its simulator cannot restore a state.
     """
-    from pql.run.task import build_env
+    from pql.run.environment import build_env
 
     found, manifest = checkpoint.load(expanded("dump", path), ("dump",))
     config = from_dict(manifest["config"])

@@ -29,8 +29,8 @@ from pql.nets.mlp import groups_read
 from pql.run.base_policy import BasePolicy
 from pql.run.build import make_policy
 from pql.run.components import Parts
+from pql.run.environment import build_env
 from pql.run.store import checkpoint
-from pql.run.task import build_env
 from pql.types import Obs
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from pql.engine import deadlines
 from pql.engine.collectives import ALONE, Group, Order, PeerError, explained
 from pql.engine.flat import Flat
 from pql.engine.optim import Optimizer
-from pql.engine.placement import available_cores, thread_counts
+from pql.engine.placement import available_cores, machine_of
 from pql.engine.world import World, end_with_parent, world
 from pql.errors import ConfigError, HungError, PqlError, RunError, first_line, show
 from pql.run.components import Parts
@@ -77,7 +77,7 @@ def share_of(config: Config, place: World) -> Config:
     own |= {one.name: max(1, one.value // place.size) for one in shared if one.value is not None}
     own["device"] = own_device("device", config.device, place)
     own |= {name: own_device(name, flat[name], place) for name in PLACES if flat[name] is not None}
-    threads = thread_counts(config, max(1, available_cores() // place.local_size))
+    threads = machine_of(config, max(1, available_cores() // place.local_size)).threads
     own |= {f"placement.threads.{k}": threads[k] for k in ("collector", "v", "p", "simulator")}
     kinds = {own["device"].partition(":")[0], *(own[name].partition(":")[0] for name in PLACES if name in own)}
     own["placement.executor"] = own_executor(config, kinds)

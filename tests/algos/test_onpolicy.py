@@ -21,7 +21,7 @@ from pql.engine.executors import Inline
 from pql.envs.toy import Counter
 from pql.errors import ConfigError
 from pql.run.build import build
-from pql.run.evaluation import run_episodes
+from pql.run.episodes import run_episodes
 from pql.run.policy import fresh_policy, load_policy, policy_of, snapshot
 from pql.run.session import Session
 from pql.run.store import checkpoint

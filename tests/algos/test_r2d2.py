@@ -27,12 +27,12 @@ from pql.errors import ConfigError
 from pql.nets.mlp import Layers, NetInput
 from pql.nets.q import RecurrentQNetwork
 from pql.run.build import build
-from pql.run.evaluation import run_episodes
+from pql.run.environment import build_env
+from pql.run.episodes import run_episodes
 from pql.run.policy import fresh_policy, load_policy, snapshot
 from pql.run.ranks import share_of
 from pql.run.session import Session
 from pql.run.store import checkpoint
-from pql.run.task import build_env
 
 
 def run(config, executor=None, ticks=12):

@@ -22,7 +22,8 @@ from pql.engine.executors import Inline, Threads
 from pql.errors import ConfigError
 from pql.nets.q import NoisyLinear
 from pql.run.build import build
-from pql.run.evaluation import EvaluationPlan, evaluate_saved, random_actions, run_episodes
+from pql.run.episodes import EpisodeRules, random_actions, run_episodes
+from pql.run.evaluation import EvaluationPlan, evaluate_saved
 from pql.run.policy import fresh_policy, load_policy, snapshot
 from pql.run.session import Session
 from pql.run.store import checkpoint
@@ -350,10 +351,10 @@ def test_an_evaluation_with_epsilon_is_random_to_that_extent_and_repeats():
         return step(action)
 
     env.step = spy
-    one = run_episodes(env, policy, seed=3, epsilon=0.4)
+    one = run_episodes(env, policy, seed=3, rules=EpisodeRules(epsilon=0.4))
     share = sum(seen) / len(seen)
     assert share == pytest.approx(0.2, abs=0.03)  # half of the random ones are the other action
-    two = run_episodes(env, policy, seed=3, epsilon=0.4)
+    two = run_episodes(env, policy, seed=3, rules=EpisodeRules(epsilon=0.4))
     assert one.returns == two.returns
     assert run_episodes(env, policy, seed=3).returns != one.returns
 
@@ -366,7 +367,7 @@ def test_a_runs_own_evaluations_are_as_random_as_it_says(tmp_path, monkeypatch):
         shares.setdefault(threading.current_thread().name, set()).add(epsilon)
         return random_actions(env, epsilon, seed)
 
-    monkeypatch.setattr("pql.run.evaluation.random_actions", noted)
+    monkeypatch.setattr("pql.run.episodes.random_actions", noted)
     more = ["algo=dqn", "eval.final=true", "eval.epsilon=0.25", "budget.env_steps=1000"]
     train(tmp_path / "a", *more)
     words = [w for w in WORDS if not w.startswith(("task", "num_envs", "device"))]

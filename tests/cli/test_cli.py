@@ -19,7 +19,8 @@ from sampling import sample
 
 import pql
 from pql.__main__ import main as program
-from pql.cli.main import COMMANDS, main
+from pql.cli.main import main
+from pql.cli.parser import COMMANDS
 from pql.config.compose import compose
 from pql.config.layers import Presets
 from pql.contract.env import preparation
@@ -481,10 +482,10 @@ def test_a_run_that_is_summed_up_ends_at_a_signal(tmp_path, ctrl_c):
 
 
 def test_ctrl_c_before_there_is_a_run(monkeypatch, capsys):
-    def interrupt(args):
+    def interrupt():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("pql.cli.main.run_list", interrupt)
+    monkeypatch.setattr("pql.cli.main.parser", interrupt)
     assert main(["list", "tasks"]) == 130
     assert capsys.readouterr().err == "pql: interrupted\n"
 

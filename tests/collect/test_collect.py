@@ -17,7 +17,7 @@ from pql.engine.executors import Inline
 from pql.envs.toy import Counter
 from pql.errors import ConfigError
 from pql.run.build import build
-from pql.run.evaluation import run_episodes
+from pql.run.episodes import run_episodes
 from pql.run.store.checkpoint import flatten
 from pql.types import Step
 

@@ -13,7 +13,8 @@ from run_files import points, rows
 import pql
 from pql.algos.ddpg import FAMILY as BUILT_IN_DDPG
 from pql.cli.completion import candidates
-from pql.cli.main import COMMANDS, main
+from pql.cli.main import main
+from pql.cli.parser import COMMANDS
 from pql.config import DdpgConfig
 from pql.config.compose import compose
 from pql.config.families import own

@@ -337,10 +337,10 @@ def _registered(monkeypatch):
 
 @pytest.mark.usefixtures("_registered")
 def test_groups_are_the_simulators_own_where_it_takes_the_keyword():
-    from pql.run.task import build_env, describe_env
+    from pql.run.environment import build_env, describe_env
 
     config = small_config(task={"name": "several"}, **grouped(4))
-    assert build_env(config).spec.groups == describe_env(config, torch.device("cpu")).groups == 4
+    assert build_env(config).spec.groups == describe_env(config).groups == 4
     assert type(build_env(config)) is Several
     assert build_env(config, num_envs=3).spec.groups == 1  # an evaluation's
     own = small_config(task={"name": "several", "kwargs": {"groups": 2}})
@@ -348,7 +348,7 @@ def test_groups_are_the_simulators_own_where_it_takes_the_keyword():
     other = small_config(**grouped(4))
     env = build_env(other)
     assert type(env) is Grouped
-    assert env.spec == describe_env(other, torch.device("cpu"))
+    assert env.spec == describe_env(other)
     assert (env.spec.groups, env.spec.num_envs) == (4, 8)
     env.close()
     assert type(build_env(other, num_envs=3)) is Pendulum

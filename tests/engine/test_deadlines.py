@@ -24,7 +24,7 @@ from pql.engine.deadlines import Limit, answer_of, idle_get, start_limit, step_l
 from pql.engine.executors import Streams, Threads
 from pql.engine.interrupt import Interrupt
 from pql.errors import HungError, RunError
-from pql.remote.process.near import Far
+from pql.remote.process.child import ChildProcess
 from pql.remote.slot_table import FLYING, READY, SlotTable
 from pql.reports.watch import server
 from pql.run.log.film import Filmer
@@ -478,7 +478,7 @@ def awaiting_a_simulator_s_process(tmp_path, monkeypatch):
     program = tmp_path / "python"
     program.write_text("#!/bin/sh\nexec sleep 60\n")
     program.chmod(0o755)
-    far = Far(str(program))
+    far = ChildProcess(str(program))
     return lambda: far.ask("build", 60), far.kill
 
 

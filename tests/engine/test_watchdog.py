@@ -25,9 +25,10 @@ from pql.engine.interrupt import Interrupt
 from pql.engine.watchdog import Timed, Watchdog, stepped, touch, watching
 from pql.envs.toy import Counter
 from pql.errors import HungError, RunError, first_line, with_cause
-from pql.remote.process.near import Far
+from pql.remote.process.child import ChildProcess
 from pql.run.build import build
-from pql.run.evaluation import EvaluationPlan, Evaluator, evaluate_saved
+from pql.run.evaluation import EvaluationPlan, evaluate_saved
+from pql.run.evaluator import Evaluator
 from pql.run.play import record_video
 from pql.run.policy import fresh_policy
 
@@ -207,7 +208,7 @@ def test_a_stop_does_not_count_while_a_simulators_process_is_waited_for(stop):
         return stop() or [] if milliseconds else next(answers)
 
     far = SimpleNamespace(_limit=(20.0, "task.process.step_seconds"), process=SimpleNamespace(poll=lambda: None))
-    Far._look_after(far, SimpleNamespace(poll=poll))
+    ChildProcess._look_after(far, SimpleNamespace(poll=poll))
     assert next(answers, None) is None
 
 

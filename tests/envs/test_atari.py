@@ -20,8 +20,8 @@ from pql.contract.env import Discrete, ObsSpec, find_factory, make_env
 from pql.data.replay import Replay
 from pql.data.sizes import ReplayLayout
 from pql.errors import ConfigError
+from pql.run.environment import build_env
 from pql.run.session import Session
-from pql.run.task import build_env
 
 MODES = pytest.mark.parametrize("autoreset", sample(["same_step", "next_step"], keep=["next_step"]))
 CPU = torch.device("cpu")

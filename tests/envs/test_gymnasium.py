@@ -24,7 +24,7 @@ from pql.errors import ConfigError, PqlWarning, RunError  # noqa: E402
 from pql.remote.actor.gymnasium import GymnasiumSim  # noqa: E402
 from pql.remote.env import spec_of  # noqa: E402
 from pql.remote.process.far_build import describe_simulator  # noqa: E402
-from pql.remote.protocol import Layout, WireError, check_facts, unpack  # noqa: E402
+from pql.remote.protocol import Layout, ProtocolError, check_facts, unpack  # noqa: E402
 
 
 class Probe(gymnasium.Env):
@@ -212,7 +212,7 @@ def test_several_discrete_actions_have_the_shape_and_the_start_of_their_space(sp
     layout, sent = Layout(facts), np.array(given)
     assert np.array_equal(layout.read_action(unpack(layout.pack_action(1, 1, sent)).body), sent)
     for wrong in ({"nvec": []}, {"nvec": [2, 0]}, {"nvec": 3}, {"nvec": [2], "start": [0, 0]}):
-        with pytest.raises(WireError, match="action is missing or wrong"):
+        with pytest.raises(ProtocolError, match="action is missing or wrong"):
             check_facts(facts | {"action": wrong})
 
 

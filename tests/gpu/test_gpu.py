@@ -37,10 +37,10 @@ from pql.algos.registry import seeds
 from pql.contract.grouped import joined
 from pql.engine.executors import Inline, Streams
 from pql.engine.graph import Graph
-from pql.engine.placement import worker_devices
+from pql.engine.placement import machine_of
 from pql.engine.tape import NoWaiting
 from pql.run.build import build
-from pql.run.task import build_env
+from pql.run.environment import build_env
 
 DEVICE = "cuda"
 TICKS = 20
@@ -163,7 +163,7 @@ class Ordered(Streams):
     """A stream for each worker, launched in a chosen order."""
 
     def __init__(self, config, order):
-        super().__init__(worker_devices(config, [name for name in order if name != "collector"]))
+        super().__init__(machine_of(config).devices)
         self.order = order
 
     def run(self, jobs):

@@ -13,7 +13,7 @@ from test_tools import check
 from pql.algos.registry import family_of
 from pql.config.validate import validate
 from pql.run.build import _check
-from pql.run.task import describe_env
+from pql.run.environment import describe_env
 from tools.gpu import cases as gpu_cases
 from tools.gpu import check as gpu_check
 
@@ -32,7 +32,7 @@ def test_every_configuration_fits_its_task_at_its_real_size(name, monkeypatch):
         pytest.importorskip("gymnasium")
     assert config.num_envs >= 4096
     config = validate(replace(config, device="cpu"))
-    spec = describe_env(config, torch.device("cpu"))
+    spec = describe_env(config)
     counts = family_of(config).counts(config)
     assert _check(config, spec, counts, torch.device("cpu"), None) > 0
 

@@ -29,7 +29,8 @@ import pytest
 import yaml
 
 import pql
-from pql.cli import main as command_line
+from pql.cli import parser as command_line
+from pql.cli.commands import parse_pairs
 from pql.cli.multirun import plan
 from pql.cli.sweep_plan import make_plan
 from pql.config.compose import compose
@@ -129,18 +130,18 @@ def check_script(words):
 def check_pql(words):
     args = command_line.parser().parse_args(command_line.presets_as_setting(words))
     command, rest = words[0], [*(getattr(args, "overrides", None) or getattr(args, "words", None) or [])]
-    own = command_line.COMMANDS[command]
+    own = command_line.COMMANDS[command].own
     if command == "train" and args.multirun:
         assert planned(*without_paths(rest)) > 1
     elif command == "sweep":
         assert make_plan(command_line.presets_as_setting(words)[1:]).spaces
     elif command in ("train", "resume", "bench"):
         compose(without_paths([w for w in rest if w.partition("=")[0] not in own]), resolve=lambda device: "cpu")
-        command_line.parse_pairs([w for w in rest if w.partition("=")[0] in own], own)
+        parse_pairs([w for w in rest if w.partition("=")[0] in own], own)
     elif command == "list" or (command == "completion" and args.shell):
         assert args.run(args) == 0
     elif own:
-        command_line.parse_pairs([w for w in rest if "=" in w], own)
+        parse_pairs([w for w in rest if "=" in w], own)
     elif command == "doctor" and args.env:
         keywords = [w if w.startswith(("task.", "device=")) else f"task.kwargs.{w}" for w in rest]
         compose([f"task.name={args.env}", *without_paths(keywords)])

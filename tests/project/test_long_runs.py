@@ -13,7 +13,7 @@ from pql.data.priority import PriorityRule, Ranked
 from pql.data.replay import Replay
 from pql.data.sizes import ReplayLayout
 from pql.engine.optim import LrSchedule, annealed
-from pql.run.log.console import duration
+from pql.run.log.displays import duration
 from pql.types import Step
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,7 @@ from pql.cli.main import main
 from pql.config import from_dict
 from pql.config.compose import compose
 from pql.contract.registry import register
-from pql.engine.placement import replica_devices, thread_counts
+from pql.engine.placement import machine_of, replica_devices
 from pql.envs.classic import Pendulum
 from pql.errors import ConfigError
 from pql.run.policy import load_policy, policy_of
@@ -226,7 +226,7 @@ def test_a_resumed_run_keeps_its_replicas(tmp_path):
 def test_replicas_share_cores_and_gpus_evenly(monkeypatch):
     config = compose(["device=cpu", "algo=a3c", "algo.replicas=4"])
     monkeypatch.setattr("pql.engine.placement.available_cores", lambda: 8)
-    assert thread_counts(config) == {"collector": 2, "v": 2, "p": 2, "simulator": 2, "learner": 2}
+    assert machine_of(config).threads == {"collector": 2, "v": 2, "p": 2, "simulator": 2, "learner": 2}
     assert replica_devices(config) == ["cpu"] * 4
     assert replica_devices(compose(["device=cpu", "algo=a3c", "placement.replicas=[cpu,cpu]"])) == ["cpu", "cpu"]
     monkeypatch.setattr("pql.engine.placement.resolve_device", lambda name: "cuda")

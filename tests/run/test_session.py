@@ -25,7 +25,8 @@ from pql.engine.interrupt import Interrupt
 from pql.envs.classic import Pendulum
 from pql.envs.toy import Counter
 from pql.errors import ConfigError, PqlWarning, RunError
-from pql.run.evaluation import Evaluation, EvaluationReport
+from pql.run.episodes import Evaluation
+from pql.run.evaluator import EvaluationReport
 from pql.run.policy import load_policy
 from pql.run.resume import resume_config
 from pql.run.session import Session
@@ -612,12 +613,12 @@ def test_interrupting_a_final_evaluation_before_its_first_row_is_no_error(tmp_pa
     assert not any("eval/return_mean" in row for row in rows(tmp_path))
 
 
-@pytest.mark.parametrize("at", ["session", "evaluation"])
+@pytest.mark.parametrize("at", ["given", "built"])
 def test_a_final_evaluation_without_an_episode_is_reported(tmp_path, monkeypatch, at):
     """All remote actors were lost in it: the policy is kept, and the error says what is missing."""
-    monkeypatch.setattr(f"pql.run.{at}.run_episodes", lambda *_, **__: Evaluation([], []))
+    monkeypatch.setattr("pql.run.evaluator.run_episodes", lambda *_, **__: Evaluation([], []))
     config = compose(words(tmp_path, "eval.final=true"))
-    env = Counter(16, "cpu") if at == "session" else None  # given: evaluated on the training environments
+    env = Counter(16, "cpu") if at == "given" else None  # given: evaluated on the training environments
     lost = r"the final evaluation \(none of its episodes ended; pql eval repeats it\)"
     with pytest.warns(PqlWarning, match="an evaluation has no result"), pytest.raises(RunError, match=lost):
         Session(config, env=env, quiet=True).train()
@@ -663,7 +664,7 @@ def test_best_is_the_policy_of_the_best_evaluation(tmp_path):
     session = opened(*words(tmp_path))
     state = {v: {"policy": {"w": torch.full((2,), v)}} for v in (1.0, 2.0, 3.0)}
     for value, result in ((1.0, -5.0), (2.0, 7.0), (3.0, 6.0)):
-        session._record(
+        session.evaluations.record(
             EvaluationReport({"time/seconds": value, "steps/env": 1.0}, state[value], Evaluation([result], [1.0]))
         )
     session.closing.close()

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable
 
 from pql.run.components import Parts
-from pql.run.evaluation import run_episodes
+from pql.run.episodes import run_episodes
 from pql.run.policy import fresh_policy, snapshot
 
 SEED = "PQL_LEARNING_SEED"  # the only seed to train with; tools/pass_rates.py sets it

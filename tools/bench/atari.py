@@ -41,7 +41,7 @@ from pql.config import (
 )
 from pql.data.sizes import ReplayLayout, replay_bytes
 from pql.engine.placement import available_cores
-from pql.run.task import describe_env
+from pql.run.environment import describe_env
 from tools.bench.common import (
     Round,
     Row,
@@ -249,7 +249,7 @@ def training(args: Any) -> list[Row]:
 
 def memory(args: Any) -> list[Row]:
     """Measure the memory of a replay of a million rows."""
-    spec = describe_env(make_config(args, PEER, PEER), torch.device("cpu"))
+    spec = describe_env(make_config(args, PEER, PEER))
     assert spec is not None
     need = replay_bytes(ReplayLayout(spec.obs, None, PEER, MILLION // PEER, 1, True, torch.float32))
     return [compare("memory: replay of 1M frames / 7.2 GB", "GB", [need / 1e9], [FRAMES / 1e9])]

@@ -28,7 +28,7 @@ from pql.config import Config, DdpgConfig, changed
 from pql.config.compose import compose
 from pql.config.families import own
 from pql.contract.env import Box, EnvSpec, ObsSpec
-from pql.engine.placement import thread_counts
+from pql.engine.placement import machine_of
 from pql.run.components import Parts
 from pql.types import Obs, Step
 from tools.bench.common import Row, alternate, begun, compare, intra_op, microseconds, options, repeated, report
@@ -138,7 +138,7 @@ def ready(config: Config, device: torch.device) -> Parts:
 def bench(preset: str, config: Config, args: Any) -> list[Row]:
     """Return the rows of one preset."""
     device = torch.device(args.device)
-    parts, threads, rows = ready(config, device), thread_counts(config), []
+    parts, threads, rows = ready(config, device), machine_of(config).threads, []
     for worker, bare in bare_updates(config, device).items():
         job, count = parts.first.jobs[worker], parts.first.jobs[worker].size
         with intra_op(args.threads or threads[worker]):
@@ -156,7 +156,7 @@ def bench(preset: str, config: Config, args: Any) -> list[Row]:
 
 def profile(preset: str, config: Config, args: Any) -> None:
     """Print the most expensive operations of each update."""
-    parts, threads = ready(config, torch.device(args.device)), thread_counts(config)
+    parts, threads = ready(config, torch.device(args.device)), machine_of(config).threads
     count = 2 if args.smoke else PROFILED
     cuda = args.device.startswith("cuda")
     kinds = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if cuda else [])]

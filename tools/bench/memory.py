@@ -14,9 +14,9 @@ from statistics import fmean
 
 from pql.config import Config
 from pql.config.compose import compose
-from pql.run.evaluation import run_episodes
+from pql.run.environment import build_env
+from pql.run.episodes import run_episodes
 from pql.run.policy import fresh_policy, snapshot
-from pql.run.task import build_env
 from tools.bench.common import Row, begun, close, options, report, row
 
 SHORT = ("algo.burn_in=0", "algo.length=12", "algo.period=6", "algo.replay_ratio=3")

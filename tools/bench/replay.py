@@ -24,7 +24,7 @@ from pql.contract.env import ObsSpec
 from pql.data.flags import NEXT_FIRST, TERMINATED, VALID
 from pql.data.replay import Cursor, Replay
 from pql.data.sizes import ReplayLayout
-from pql.engine.placement import thread_counts
+from pql.engine.placement import machine_of
 from pql.types import Step
 from tools.bench.common import Row, alternate, compare, intra_op, microseconds, options, report
 
@@ -128,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=[512, 8192])
     parser.add_argument("--num-envs", type=int, default=128)
     parser.add_argument("--capacity", type=int, default=1_000_000)
-    threads = thread_counts(Config())["v"]
+    threads = machine_of(Config()).threads["v"]
     parser.add_argument("--threads", type=int, default=threads, help="intra-op threads; default: the V-learner's")
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args(argv)

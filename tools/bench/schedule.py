@@ -10,7 +10,7 @@ waiting  The simulator sleeps 1.2 times as long as both learners work per tick (
 busy     Every core has work: physics (HalfCheetah where MuJoCo is installed, else cart-pole), 2 critic and 2 policy
          updates a step. The batch is first chosen so that the collector takes as long as both learners together,
          and the table has each worker's own time. Lockstep has all cores as intra-op and physics threads, concurrent
-         the threads of ``thread_counts`` and ``--env-threads`` for the physics. Overlap then gains only what more
+         the threads of ``machine_of`` and ``--env-threads`` for the physics. Overlap then gains only what more
          threads per operation would lose: the goal is at least 1.0.
 halves   Only the collector, with a simulator in two groups that sleeps as long for each group as the policy takes to
          act on one. ``by turns / one after the other`` compares env-steps/s with overlap to the same groups without: at

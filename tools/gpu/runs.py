@@ -31,12 +31,12 @@ from pql.config import (
 )
 from pql.config.groups import ExploreConfig
 from pql.engine.executors import Executor, Inline, Streams
-from pql.engine.placement import worker_devices
+from pql.engine.placement import machine_of
 from pql.run.components import Parts
-from pql.run.evaluation import run_episodes
+from pql.run.environment import build_env
+from pql.run.episodes import run_episodes
 from pql.run.policy import fresh_policy, snapshot
 from pql.run.store.checkpoint import flatten
-from pql.run.task import build_env
 from tools.bench.common import Round, Row, alternate, begun, close, compare, per_second, synchronize
 
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
@@ -185,7 +185,7 @@ class Ordered(Streams):
     """Executor with a stream for each worker, launched in a chosen order."""
 
     def __init__(self, config: Config, order: tuple[str, ...]):
-        super().__init__(worker_devices(config, [name for name in order if name != "collector"]))
+        super().__init__(machine_of(config).devices)
         self.order = order
 
     def run(self, jobs: Any) -> Any:

@@ -20,7 +20,7 @@ from pql.envs.mujoco.isaac.ball import LEGS
 from pql.envs.mujoco.isaac.humanoid import JOINTS
 from pql.envs.mujoco.isaac.measure import product
 from pql.errors import ConfigError, nearest
-from pql.run.evaluation import run_episodes
+from pql.run.episodes import run_episodes
 from pql.types import Obs
 from tools.bench.common import options, save
 

@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 
 import pql
 from pql.errors import ConfigError
-from pql.run.evaluation import run_episodes
+from pql.run.episodes import run_episodes
 from tools.bench import common
 from tools.peers.contenders import CONTENDERS, GROUPS, contender
 from tools.peers.course import Act, Budget, Course, Point

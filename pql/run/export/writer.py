@@ -25,7 +25,7 @@ from pql.config.trust import check_links
 from pql.contract.env import Box, Discrete, MultiDiscrete
 from pql.contract.spec_json import spec_to_dict
 from pql.engine.watchdog import touch
-from pql.errors import ConfigError, PqlWarning, RunError, nearest
+from pql.errors import ConfigError, PqlWarning, RunError, nearest, writing
 from pql.nets.cnn import fold
 from pql.run.export.policy import Function, need, open_export, quiet, unit_map
 from pql.run.export.program import UnknownOperatorError
@@ -112,10 +112,8 @@ def write_export(policy: Policy, metadata: dict[str, Any], folder: Path, formats
     """Write, read back and compare; files appear in ``folder`` only if they are correct. See :func:`export_policy`."""
     model = Deployed(policy, metadata["action"]["scaled"]).eval().requires_grad_(False)
     temporary = folder / f".writing-{os.getpid()}"
-    try:
+    with writing("out", folder):
         temporary.mkdir(parents=True)
-    except OSError as error:
-        raise ConfigError("out", folder, f"a folder that can be written ({error})") from error
     try:
         with exact_products():
             _write(model, metadata, temporary, formats)

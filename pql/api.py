@@ -102,17 +102,6 @@ def evaluate(
         ConfigError: no policy there, a damaged one, or a number out of range.
     """
     from pql.config.files import expanded
-    from pql.config.validate import EPISODES, limits, resolve_device
-
-    for key, value, allowed in (
-        ("num_envs", num_envs, limits("eval.num_envs")),
-        ("episodes", episodes, EPISODES),
-        ("seed", seed, limits("seed")),
-        ("epsilon", epsilon, limits("eval.epsilon")),
-        ("max_steps", max_steps, limits("eval.max_steps")),
-    ):
-        allowed.check(key, value)
-    device = resolve_device(device)
     from pql.run.evaluation import EvaluationPlan, evaluate_saved
 
     plan = EvaluationPlan(num_envs, episodes, seed, device, epsilon, trust, max_steps)
@@ -139,7 +128,7 @@ def report(
         ConfigError: not a run, a run without metrics, an unknown axis, a threshold or position that is not a number, or
             a folder that cannot be written.
     """
-    return _page([run], out, x, thresholds, single=True, points=at)
+    return _page([run], out, single=True, x=x, thresholds=thresholds, at=at)
 
 
 def compare(
@@ -158,26 +147,15 @@ def compare(
         x, thresholds, at: as for :func:`report`; so are results and errors.
         references: a file of returns that count as 0 and 1 (``docs/compare.md``).
     """
-    return _page(runs, out, x, thresholds, single=False, references=references, points=at)
+    return _page(runs, out, x=x, thresholds=thresholds, references=references, at=at)
 
 
-def _page(
-    runs: Sequence[str | Path],
-    out: str | Path | None,
-    x: str,
-    thresholds: Sequence[float],
-    single: bool,
-    references: str | Path | None = None,
-    points: Sequence[float] = (),
-) -> dict[str, Any]:
-    from pql.config.files import expanded
-    from pql.reports import write
+def _page(runs: Sequence[str | Path], out: str | Path | None, single: bool = False, **options: Any) -> dict[str, Any]:
+    from pql.reports import PageOptions, write
 
     if not runs:
         raise ConfigError("run", None, "run directories")
-    places = {"out": out, "references": references}
-    folder, known = (None if path is None else expanded(name, path) for name, path in places.items())
-    page, numbers = write([str(expanded("run", run)) for run in runs], folder, x, thresholds, single, known, points)
+    page, numbers = write([str(run) for run in runs], out, PageOptions(**options), single)
     return {"page": str(page), **numbers}
 
 
@@ -193,7 +171,7 @@ def launch(
         options: of ``Session``.
     """
     from pql.config.compose import compose
-    from pql.config.validate import likely_device
+    from pql.config.validate import likely_device, resolve_device
     from pql.contract.registry import check_name
     from pql.engine.world import world
     from pql.run.callbacks import as_callbacks
@@ -212,6 +190,7 @@ def launch(
         if run_dir is not None and alone and rundir.holds_run(run_dir):  # before another process may write settings
             claim = opened.enter_context(claim_run(run_dir))
         config = compose(words, likely_device) if run_dir is None else resume_config(run_dir, words, trust)
+        device = likely_device(config.device)
         if not (config.task.live or config.task.process.python or config.task.remote):
             check_name(config.task.name)
         if claim is None and alone:
@@ -223,8 +202,9 @@ def launch(
         with console.doing("loading") if console else nullcontext():
             from pql.run.session import Session
 
-            if not resume and (sure := compose(words)) != config:  # there is a driver, but no GPU that torch can use
-                config = sure
+            # A driver without a GPU that torch can use is known only now.
+            if not resume and resolve_device(config.device) != device:
+                config = compose(words)
                 if console:
                     console.say(opening(config, where))
         options |= {"console": console, "claim": claim, "resume": resume, "overrides": words, "quiet": quiet}

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 
 from pql.config import Config
-from pql.config.validate import resolve_device
 from pql.contract.env import EnvSpec, VecEnv, check_keywords, find_factory, make_env
 from pql.contract.grouped import Grouped, grouped_spec
 from pql.contract.last_action import LastAction, last_action_spec
-from pql.engine.placement import thread_counts
+from pql.engine.placement import Machine, machine_of
 from pql.errors import ConfigError
 
 RESERVED = {"name", "num_envs", "device"}  # keywords of ``make_env``
@@ -23,20 +22,21 @@ CUT_SHORT = ("stagger", "random_lengths")
 """Keywords that shorten the first episode of each environment, so that episodes do not all end at once."""
 
 
-def describe_env(config: Config, device: torch.device) -> EnvSpec | None:
+def describe_env(config: Config, machine: Machine | None = None) -> EnvSpec | None:
     """Return the spec without building the environment, if its factory supports that.
 
     For an environment in another process see :func:`build_env`."""
     if config.task.process.python is not None or config.task.remote:
         return None
+    machine = machine or machine_of(config)
     factory, groups = find_factory(config.task.name), config.placement.groups
-    kwargs = env_kwargs(config, groups)
+    kwargs = env_kwargs(config, groups, machine)
     check_keywords(factory, kwargs)
     describe = getattr(factory, "describe", None)
     if describe is None:
         return None
     count = 1 if groups is None or "groups" in kwargs else groups
-    one = describe(num_envs=config.num_envs // count, device=device, **kwargs)
+    one = describe(num_envs=config.num_envs // count, device=machine.devices["collector"], **kwargs)
     return None if one is None else whole_spec(config, one, count)
 
 
@@ -66,31 +66,36 @@ def task_kwargs(config: Config) -> dict[str, Any]:
     return {**named, **task.kwargs}
 
 
-def env_kwargs(config: Config, groups: int | None) -> dict[str, Any]:
+def env_kwargs(config: Config, groups: int | None, machine: Machine) -> dict[str, Any]:
     """Return all arguments of the factory. A factory that takes ``threads`` gets its share of the cores; one that takes
     ``groups`` forms the slices itself."""
     given = task_kwargs(config)
     taken = inspect.signature(find_factory(config.task.name)).parameters
     if "threads" in taken:
-        given.setdefault("threads", thread_counts(config)["simulator"])
+        given.setdefault("threads", machine.threads["simulator"])
     if "groups" in taken and groups is not None:
         given.setdefault("groups", groups)
     return given
 
 
 def build_env(
-    config: Config, num_envs: int | None = None, approve: Callable[[EnvSpec], object] | None = None
+    config: Config,
+    num_envs: int | None = None,
+    machine: Machine | None = None,
+    approve: Callable[[EnvSpec], object] | None = None,
 ) -> VecEnv:
     """Build the task's environment.
 
     Args:
         num_envs: replaces the config's; one slice, with complete first episodes (for evaluation).
+        machine: its device and threads; None: those of the config.
         approve: called with the spec of an environment in another process before its simulator is built, if its factory
             supports that; for others use :func:`describe_env`.
     """
     if config.task.live:
         raise ConfigError("task", config.task.name, "the live object that this run was trained on: give it as env=")
-    device = torch.device(config.placement.collector or resolve_device(config.device))
+    machine = machine or machine_of(config)
+    device = machine.devices["collector"]
     groups, count = config.placement.groups, config.num_envs
     if num_envs is not None:
         config, groups, count = unstaggered(config), 1, num_envs
@@ -98,9 +103,9 @@ def build_env(
         make, forms = partial(remote_env, config, groups, device=device), True
     elif config.task.process.python is not None:
         shown = None if approve is None else lambda one: approve(whole_spec(config, one, groups or 1))
-        make, forms = partial(process_env, config, device=device, approve=shown), False
+        make, forms = partial(process_env, config, machine=machine, approve=shown), False
     else:
-        kwargs = env_kwargs(config, groups)
+        kwargs = env_kwargs(config, groups, machine)
         make, forms = partial(make_env, config.task.name, device=device, **kwargs), "groups" in kwargs
     if groups is None or groups == 1 or forms:
         return with_last_action(config, make(num_envs=count))
@@ -119,16 +124,16 @@ def unstaggered(config: Config) -> Config:
 
 
 def process_env(
-    config: Config, num_envs: int, device: torch.device, approve: Callable[[EnvSpec], object] | None = None
+    config: Config, num_envs: int, machine: Machine, approve: Callable[[EnvSpec], object] | None = None
 ) -> VecEnv:
     """Build ``num_envs`` environments in a separate process with its own Python."""
     from pql.remote.process.near import ProcessVec
 
-    process, threads = config.task.process, thread_counts(config)["simulator"]
+    process, threads = config.task.process, machine.threads["simulator"]
     return ProcessVec(
         config.task.name,
         num_envs,
-        device,
+        machine.devices["collector"],
         process.python or "",
         task_kwargs(config),
         {"threads": threads},
