@@ -1,4 +1,4 @@
-"""Runs the fault matrix at its full counts and writes docs/results/faults.md.
+"""Runs the fault matrix at its full counts and writes docs/results/quality.md.
 
     make faults                 all rows, at most 90 minutes; continues where it stopped
     make faults ROWS=12,20-24   some rows
@@ -31,7 +31,7 @@ from fault_rows import ROWS, Row, numbers, source, stored  # noqa: E402
 NOTES: dict[int, str] = {
     6: "workers are threads of the test's process; the logger is its tracker's process, without which a run goes on.",
     11: "the stages are killed by the process that saves; kills at random moments of such a process are further tests.",
-    19: "each run makes ticks for ten minutes; [long runs](long-runs.md) has slopes of memory.",
+    19: "each run makes ticks for ten minutes; [long runs](#long-runs) has slopes of memory.",
     20: "the server of *middle* and *end* is a stand-in that speaks wandb's protocol, and goes away.",
     22: "pings are sent every 0.25 s instead of every 10 s.",
     24: "2,000 over real streams; the others are frames that the learner's own reader parses. Oversize messages, wrong "
@@ -43,11 +43,11 @@ NOTES: dict[int, str] = {
 }
 """What a row's count does not say, or why a row is below it."""
 
-HEAD = """# Fault matrix
+HEAD = """## Faults
 
 What must happen when something fails, and how often it was shown to happen. `make faults` runs the matrix and writes
-this page ({date}, {machine}). {effort} *Tried* counts injected faults, *survived* those with the required outcome; in a
-row with several forms, both are those of the form with the fewest, and the second table has all forms. (*) marks a row
+this section ({date}, {machine}). {effort} *Tried* counts injected faults, *survived* those with the required outcome; in a
+row with several forms, both are those of the form with the fewest. (*) marks a row
 below its count; a test that failed first and then passed with the same sources counts twice. *Further tests* are not
 in the count. The time is that of the slowest test, which may inject several faults; *commit* is the version that was
 tested (+: with changes).{gpu}
@@ -55,45 +55,6 @@ tested (+: with changes).{gpu}
 | row | fault | required outcome | count | tried | survived | further tests | slowest test, s | commit |
 |---|---|---|---|---|---|---|---|---|
 """
-FORMS = """
-## Forms
-
-| row | form | count | tried | survived | slowest test, s |
-|---|---|---|---|---|---|
-"""
-
-FOUND = """
-## Found on the way
-
-Defects of the library that these tests found, all mended:
-
-* **Rows 6, 7**: workers went on with the jobs of a tick after another one had hung, so that the process did not end.
-* **Row 8**: Ctrl-C in an evaluation in which no episode had ended gave a traceback; training in a thread outlived the
-  main thread.
-* **Row 11**: a kill while older resume points were deleted, or settings written, ended every later resume.
-* **Row 12**: a second damaged resume point of the same tick hid the intact one before it; a damaged `last` was replaced
-  by `best` although newer points were intact.
-* **Rows 13, 33**: `rm -rf RUN/*` ended the run; `pql resume` on a full disk changed the run before it failed; after
-  failed writes, ranks deleted the last resume point that all of them had.
-* **Rows 16, 31**: control characters in a setting made runs that nobody could read afterwards; the settings are now
-  refused at the start.
-* **Row 18**: memory that ran out was reported without sizes.
-* **Row 20**: wandb's own file lacked the last 15 s if its server was gone at the end; it is now written every second.
-  If no episode of the last evaluation ended, it was left out without a warning.
-* **Rows 22, 30**: an actor waited for ever for a learner that said nothing, and longer than its `--patience` for the
-  first answer.
-* **Row 24**: connections without a token used up the learner's open files, so that it could not save; connections of
-  more than about 800 actors at once were cancelled after 30 s.
-* **Row 28**: if rank 0 was stopped, which hosts the store, the other ranks waited for ever. With a real kill of rank 0
-  they ended.
-* **Row 30**: `pql pull` waited for ever for a hub that said nothing; an actor that did not read its welcome kept its
-  slots.
-* **Row 32**: locks followed links and opened pipes.
-* **Row 35**: refused messages stayed in memory: in the traceback of the refusal, in the allocator after gRPC had freed
-  them late, and at the end of each thread's heap (up to 64 MB), which `malloc_trim` does not return. Now at most 8 MB
-  of each stay; a smaller limit makes updates up to 28 % slower.
-"""
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -103,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--log", default="build/faults.jsonl", help="outcomes; what passed is not repeated")
     parser.add_argument("--fresh", action="store_true", help="forget earlier outcomes")
     parser.add_argument("--table", action="store_true", help="print the table of the outcomes; run nothing")
-    parser.add_argument("--page", help="also write the page to this file")
+    parser.add_argument("--page", help="also write the section \"Faults\" of this page")
     args = parser.parse_args(argv)
     log = Path(args.log)
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -120,11 +81,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         run_pytest(*options, "-n", str(args.processes), "--no-header", "--tb=line")
     runs = latest(stored(str(log)), tests)
     table, forms = rows(runs), form_rows(runs)
-    print("\n".join(table))
+    print("\n".join([*table, "", *forms]))
     if args.page:
         head = HEAD.format(date=time.strftime("%Y-%m-%d"), machine=_bench.machine(), effort=effort(runs), gpu=gpu())
-        body = "\n".join(table[2:]) + "\n" + notes() + FORMS + "\n".join(forms) + "\n" + FOUND
-        Path(args.page).write_text(head + body)
+        write(Path(args.page), head + "\n".join(table[2:]) + "\n" + notes())
     failed = [run for run in runs if run["outcome"] == "failed"]
     for run in failed:
         print(f"failed: {run['test']}", file=sys.stderr)
@@ -134,6 +94,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if other := {run["test"] for run in runs if run.get("source") != source()[1]}:
         print(f"{len(other)} tests were last run with other sources (see the commits in the table)", file=sys.stderr)
     return 1 if failed or short else 0
+
+
+def write(page: Path, section: str) -> None:
+    """Replace the section of a page that has ``section``'s first line as its title, or write a page of it alone."""
+    title = section[: section.index("\n") + 1]
+    before, _, old = (page.read_text() if page.is_file() else "").partition(title)
+    page.write_text(before + section + old[old.find("\n## ") :] * ("\n## " in old))
 
 
 def run_pytest(*options: str, **more: Any) -> "subprocess.CompletedProcess[str]":
