@@ -47,10 +47,10 @@ HEAD = """## Faults
 
 What must happen when something fails, and how often it was shown to happen. `make faults` runs the matrix and writes
 this section ({date}, {machine}). {effort}
-*Tried* counts injected faults, *survived* those with the required outcome; in a row with several forms, both are those of
-the form with the fewest. (*) marks a row below its count; a test that failed first and then passed with the same sources
-counts twice. *Further tests* are not in the count. The time is that of the slowest test, which may inject several faults;
-*commit* is the version that was tested (+: with changes).{gpu}
+*Tried* counts injected faults, *survived* those with the required outcome; in a row with several forms, both are
+those of the form with the fewest. (*) marks a row below its count; a test that failed first and then passed with the
+same sources counts twice. *Further tests* are not in the count. The time is that of the slowest test, which may
+inject several faults; *commit* is the version that was tested (+: with changes).{gpu}
 
 | row | fault | required outcome | count | tried | survived | further tests | slowest test, s | commit |
 |---|---|---|---|---|---|---|---|---|
