@@ -7,17 +7,15 @@ The loss is the spatial term of CAPS (Mysore et al. 2021). Critics, schedules, r
 """
 
 import sys
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 
 import torch
 
 import pql
 from pql.algos import ddpg
 from pql.algos.critics import loss_share
-from pql.algos.off_policy import OffPolicy
+from pql.algos.off_policy import ensemble_value
 from pql.config import DdpgConfig
-from pql.config.families import own
 from pql.config.fields import setting
 
 
@@ -27,14 +25,14 @@ class SmoothConfig(DdpgConfig):
     smoothness: float = setting(1.0, "Weight of the squared change of actions under noise.", low=0, high=100)
 
 
-def policy_update(state, inputs, batch, gen, weight):
-    """One step on weight |pi(s + noise) - pi(s)|^2 - Q(s, pi(s)); noise has 0.1 of the observations' deviation."""
+def policy_update(state, batch, settings, gen):
+    """One step on smoothness |pi(s + noise) - pi(s)|^2 - Q(s, pi(s)); noise has 0.1 of the observations' deviation."""
     share, policy = loss_share(batch.mask, batch.weight), state.policy.module
     near = {k: x + 0.1 * torch.randn(x.shape, generator=gen, device=x.device) for k, x in batch.obs.items()}
     action = policy(batch.obs)
     change = (policy(near) - action).square().sum(-1)
-    q = ddpg.ensemble_value(inputs, batch.obs, action, state.reduce)
-    loss = ((weight * change - q) * share).sum()
+    q = ensemble_value(state, batch.obs, action, settings.policy.reduce)
+    loss = ((settings.smoothness * change - q) * share).sum()
     state.optimizer.zero_grad()
     loss.backward()
     norm = state.optimizer.step(mask=batch.mask)
@@ -42,15 +40,13 @@ def policy_update(state, inputs, batch, gen, weight):
     return {"loss/policy": loss.detach(), "grad_norm/policy": norm, "policy/roughness": roughness}
 
 
-def improve(config, policy, critic, size, device):
-    trainer = ddpg.ddpg_policy_trainer(config, policy, critic, size, device)
-    trainer.update = partial(policy_update, weight=own(config, SmoothConfig).smoothness)
-    return trainer
+def policy_learner(*parts):
+    """DDPG's P-learner with another update."""
+    return replace(ddpg.ddpg_policy_learner(*parts), update=policy_update)
 
 
 def main(*overrides):
-    of_ddpg = ddpg.deterministic_policy, ddpg.deterministic_action, ddpg.ddpg_value_trainer
-    family = OffPolicy(SmoothConfig, *of_ddpg, improve).family()
+    family = replace(ddpg.DDPG, settings=SmoothConfig, policy_learner=policy_learner).family()
     pql.register_algorithm(family, {"scales": {"cpu": {"like": "pql"}, "gpu": {"like": "pql"}}})  # PQL's sizes
     return pql.train("task=pendulum", "algo=smooth", "algo.schedule=concurrent", "budget.seconds=20", *overrides)
 

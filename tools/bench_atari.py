@@ -235,7 +235,7 @@ def update_rows(args: Any, batch: int) -> list[dict[str, Any]]:
     device = torch.device(args.device)
     with intra_op(args.threads):
         bares = repeated(bare, job.size, device)
-        fns = {"update": lambda: one.update(one.state, one.inputs, drawn, one.gen), "bare": bares, "burst": job.graph}
+        fns = {"update": lambda: one.update(one.state, drawn, one.settings, one.gen), "bare": bares, "burst": job.graph}
         times = alternate({k: microseconds(fn, args.seconds, device) for k, fn in fns.items()}, args.rounds)
     times |= {kind: [t / job.size for t in times[kind]] for kind in ("burst", "bare")}
     close(parts)

@@ -129,7 +129,7 @@ def updates(parts: Parts, worker: str) -> Callable[[], Any]:
     """One update on a batch sampled before."""
     one = parts.first.learners[worker]
     batches = cycle([batch for _ in range(BATCHES) for batch in one.draw(1, one.gen)])
-    return lambda: one.update(one.state, one.inputs, next(batches), one.gen)
+    return lambda: one.update(one.state, next(batches), one.settings, one.gen)
 
 
 def ready(config: Config, device: torch.device) -> Parts:

@@ -10,105 +10,79 @@ from typing import Any, cast
 import torch
 from torch import Generator, Tensor, nn
 
-from pql.algos.critics import CriticState, critic_step, loss_share, value_state
+from pql.algos.critics import CriticState, critic_step, loss_share, make_critic_state
 from pql.algos.off_policy import (
-    AveragedState,
     OffPolicy,
-    Tensors,
-    Trainer,
-    make_adam,
-    make_atoms,
+    PolicyDraw,
+    PolicyState,
+    ValueDraw,
+    ensemble_value,
     make_deterministic_policy,
     make_follower,
+    make_policy_state,
 )
+from pql.algos.registry import Setup
 from pql.collect.actors import Noise
 from pql.config import Config, DdpgConfig
-from pql.config.families import own
 from pql.contract.env import EnvSpec
-from pql.engine.optim import AdamW, polyak
+from pql.engine.flat import Flat
+from pql.engine.optim import polyak
+from pql.engine.worker import Learner
 from pql.errors import ConfigError
 from pql.nets.encoders import Outputs, read_specs, squashes
 from pql.nets.layers import batch_statistics
-from pql.nets.mlp import Critic, DeterministicPolicy, Flat
+from pql.nets.mlp import Critic, DeterministicPolicy
 from pql.types import Batch, Metrics, Obs, ObsBatch
 
 
 @dataclass(kw_only=True)
-class PolicyState(AveragedState):
-    """State of the P-learner. ``target`` is None if critic targets use the policy itself (PQL)."""
+class DdpgPolicyState(PolicyState):
+    """State of DDPG's P-learner. ``target`` is None if critic targets use the policy itself (PQL)."""
 
     target: Flat | None
-    optimizer: AdamW
-    tau: float
-    reduce: str = "min"  # reduction over the ensemble: min, mean, first
-    saturation_penalty: float = 0.0  # coefficient of the mean squared pre-tanh action
 
 
-@dataclass
-class ValueInputs:
-    """The V-learner's private copy of the policy, for targets."""
-
-    policy: nn.Module
-
-
-@dataclass
-class PolicyInputs:
-    """The P-learner's private copy of the critic."""
-
-    critic: Critic
-    atoms: Tensor | None = None
-
-
-def ddpg_value_update(state: CriticState, inputs: ValueInputs, batch: Batch, gen: Generator) -> Metrics:
+def ddpg_value_update(state: CriticState, batch: Batch, settings: DdpgConfig, gen: Generator) -> Metrics:
     """Take one critic step towards r + discount * Q'(s', clip(pi(s') + clipped noise)). Mutates ``state`` only."""
     with torch.no_grad():
-        action = inputs.policy(batch.next_obs)
-        if state.smoothing > 0:
-            noise = torch.randn(action.shape, generator=gen, device=action.device) * state.smoothing
-            action = (action + noise.clamp_(-state.smoothing_clip, state.smoothing_clip)).clamp_(-1, 1)
-    return critic_step(state, batch, action, None, gen)
+        action = state.policy(batch.next_obs)  # [B, A]
+        if settings.smoothing > 0:
+            noise = torch.randn(action.shape, generator=gen, device=action.device) * settings.smoothing
+            action = (action + noise.clamp_(-settings.smoothing_clip, settings.smoothing_clip)).clamp_(-1, 1)
+    return critic_step(state, batch, settings, action, None, gen)
 
 
-def ddpg_policy_update(state: PolicyState, inputs: PolicyInputs, batch: ObsBatch, gen: Generator) -> Metrics:
+def ddpg_policy_update(state: DdpgPolicyState, batch: ObsBatch, settings: DdpgConfig, gen: Generator) -> Metrics:
     """Take one ascent step on Q(s, pi(s)) and update the target policy, if any. Mutates ``state`` only."""
-    policy, share = state.policy.module, loss_share(batch.mask, batch.weight)
+    net, policy, share = settings.policy, state.policy.module, loss_share(batch.mask, batch.weight)
     with batch_statistics(policy, batch.mask, tracked=True):
-        if state.saturation_penalty > 0:
+        if net.saturation_penalty > 0:
             # A saturated tanh passes no gradient, so the policy could not recover (rlkit and SAC's first code do the
             # same).
             before = policy.before_tanh(batch.obs)  # type: ignore[operator]
-            action, penalty = torch.tanh(before), before.square().mean(-1) * state.saturation_penalty
+            action, penalty = torch.tanh(before), before.square().mean(-1) * net.saturation_penalty
         else:
             action, penalty = policy(batch.obs), 0.0
-    q = ensemble_value(inputs, batch.obs, action, state.reduce)
+    q = ensemble_value(state, batch.obs, action, net.reduce)
     loss = ((penalty - q) * share).sum()
+
     state.optimizer.zero_grad()
     loss.backward()
     norm = state.optimizer.step(mask=batch.mask)
     if state.target is not None:
-        polyak(state.target, state.policy, state.tau)
-    state.update_average()
+        polyak(state.target, state.policy, net.tau)
+    state.update_average(net.average)
     return {"loss/policy": loss.detach(), "grad_norm/policy": norm}
-
-
-def ensemble_value(inputs: PolicyInputs, obs: Obs, action: Tensor, reduce: str) -> Tensor:
-    """Return the ensemble's reduced value of (obs, action), [B]."""
-    q = inputs.critic(obs, action)
-    if inputs.atoms is not None:
-        q = q.softmax(-1) @ inputs.atoms
-    if reduce == "first":
-        return q[0]
-    return q.mean(0) if reduce == "mean" else q.amin(0)
 
 
 # -- wiring -----------------------------------------------------------------------------------------------------------
 
 
-def deterministic_policy(config: Config, spec: EnvSpec) -> nn.Module:
+def deterministic_policy(config: Config[DdpgConfig], spec: EnvSpec) -> nn.Module:
     """Create a tanh policy."""
     policy, net = (
         make_deterministic_policy(config, spec, DeterministicPolicy, probe_deterministic),
-        own(config, DdpgConfig).policy,
+        config.algo.policy,
     )
     if net.net is not None and net.saturation_penalty > 0 and not squashes(policy, read_specs(config, spec)):
         allowed = f"0, or a method before_tanh(obs) of algo.policy.net={net.net} whose tanh is forward(obs)"
@@ -127,37 +101,26 @@ def deterministic_action(policy: nn.Module, obs: Obs, noise: Noise) -> Tensor:
     return policy(obs)
 
 
-def ddpg_value_trainer(config: Config, critic: Critic, policy: nn.Module, device: torch.device) -> Trainer:
-    """Create the V-learner's state and update."""
-    algo, state = own(config, DdpgConfig), value_state(CriticState, config, critic, device)
-    state.smoothing, state.smoothing_clip = algo.smoothing, algo.smoothing_clip
-    source = "target_policy" if algo.policy.target else "policy"
-    pulls: Tensors = {source: Flat(policy).tensors()}
-    owns: Tensors = {"critic": state.critic.tensors()}
-    return Trainer(state, ddpg_value_update, ValueInputs(policy), pulls, owns)
-
-
-def ddpg_policy_trainer(config: Config, policy: nn.Module, critic: Critic, size: int, device: torch.device) -> Trainer:
-    """Create the P-learner's state and update."""
-    algo, flat = own(config, DdpgConfig), Flat(policy, trained=True)
-    net, optimizer = algo.policy, make_adam(config, flat, algo.policy, algo.p_per_v)
-    pulls: Tensors = {"critic": Flat(critic).tensors()}
-    owns: Tensors = {"policy": flat.tensors()}
-    target = None
-    if net.target:
-        target = make_follower(policy, critic)
-        owns["target_policy"] = target.tensors()
-    state = PolicyState(
-        policy=flat,
-        target=target,
-        optimizer=optimizer,
-        tau=net.tau,
-        reduce=net.reduce,
-        saturation_penalty=net.saturation_penalty,
+def ddpg_value_learner(setup: Setup[DdpgConfig], critic: Critic, policy: nn.Module, draw: ValueDraw) -> Learner:
+    """Create the V-learner."""
+    state = make_critic_state(CriticState, setup.config, critic, policy)
+    source = "target_policy" if setup.config.algo.policy.target else "policy"
+    return draw.learner(
+        setup, state, ddpg_value_update, {source: Flat(policy).tensors()}, {"critic": state.critic.tensors()}
     )
-    return Trainer(state, ddpg_policy_update, PolicyInputs(critic, make_atoms(config, device)), pulls, owns)
 
 
-FAMILY = OffPolicy(
-    DdpgConfig, deterministic_policy, deterministic_action, ddpg_value_trainer, ddpg_policy_trainer
-).family()
+def ddpg_policy_learner(setup: Setup[DdpgConfig], policy: nn.Module, critic: Critic, draw: PolicyDraw) -> Learner:
+    """Create the P-learner."""
+    target = make_follower(policy, critic) if setup.config.algo.policy.target else None
+    state = make_policy_state(DdpgPolicyState, setup.config, policy, critic, target=target)
+    publishes = {"policy": state.policy.tensors()}
+    if target is not None:
+        publishes["target_policy"] = target.tensors()
+    return draw.learner(setup, state, ddpg_policy_update, {"critic": Flat(critic).tensors()}, publishes)
+
+
+DDPG = OffPolicy(DdpgConfig, deterministic_policy, deterministic_action, ddpg_value_learner, ddpg_policy_learner)
+"""Algorithms that change a part of it, or have more settings, are made by ``dataclasses.replace``."""
+
+FAMILY = DDPG.family()

@@ -19,17 +19,17 @@ from pql.nets.q import QNetwork, QuantileNetwork, redraw_noise
 from pql.types import Batch, Metrics
 
 
-def dqn_update(state: ValueState, inputs: DqnConfig, batch: Batch, gen: Generator) -> Metrics:
+def dqn_update(state: ValueState, batch: Batch, settings: DqnConfig, gen: Generator) -> Metrics:
     """Take one step of Q(s, a) towards r + discount * Q'(s', a*) and update priorities. Mutates ``state`` only."""
     net, target_net = state.nets
     redraw_noise(net, gen)
     redraw_noise(target_net, gen)
     if isinstance(net, QuantileNetwork):
         tau = torch.rand(2, *batch.reward.shape, net.quantiles, generator=gen, device=batch.reward.device)
-        loss, error, q = value_quantile_loss(net, target_net, inputs, batch, tau)
+        loss, error, q = value_quantile_loss(net, target_net, settings, batch, tau)
     else:
         loss_of = value_scalar_loss if net.atoms is None else value_categorical_loss
-        loss, error, q = loss_of(net, target_net, inputs, batch)  # [B] each
+        loss, error, q = loss_of(net, target_net, settings, batch)  # [B] each
     total = (loss * loss_share(batch.mask, batch.weight)).sum()
     state.optimizer.zero_grad()
     total.backward()

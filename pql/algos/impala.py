@@ -38,9 +38,9 @@ class Unroll(NamedTuple):
     version: Tensor
 
 
-def draw_impala(state: PpoState, settings: ImpalaConfig, segment: Segment, gen: Generator) -> Iterator[Unroll]:
+def draw_impala(state: PpoState, segment: Segment, settings: ImpalaConfig, gen: Generator) -> Iterator[Unroll]:
     """Yield a tick's minibatches; each contains all rows, in order, of some of the environments."""
-    begin_ppo_tick(state, settings, segment)
+    begin_ppo_tick(state, segment, settings)
     named = segment._asdict()
     columns = {k: named[k] for k in Unroll._fields if k not in ("obs", "carry")}
     columns |= {"carry": segment.carry.unsqueeze(0), **{f"obs/{k}": v for k, v in segment.obs.items()}}
@@ -50,7 +50,7 @@ def draw_impala(state: PpoState, settings: ImpalaConfig, segment: Segment, gen: 
         yield Unroll(obs=obs, **rest)
 
 
-def impala_update(state: PpoState, inputs: ImpalaConfig, batch: Unroll, gen: Generator) -> Metrics:
+def impala_update(state: PpoState, batch: Unroll, settings: ImpalaConfig, gen: Generator) -> Metrics:
     """Take one step on policy, value, entropy and KL. Mutates ``state`` only.
 
     With E the sum or the mean over rows, the loss is -E[weight A log pi] + value_coef E[(v - V)^2] / 2
@@ -60,16 +60,16 @@ def impala_update(state: PpoState, inputs: ImpalaConfig, batch: Unroll, gen: Gen
     params, values = state.net.evaluate(batch.obs, batch.carry[0], batch.first, batch.final_row)
     log_prob, value = dist.log_prob(params, batch.action), values[: mask.shape[0]]
     log_ratio = (log_prob - dist.log_prob(batch.params, batch.action)).detach()
-    target, advantage, weight = correct(inputs, batch, log_ratio, values.detach())
+    target, advantage, weight = correct(settings, batch, log_ratio, values.detach())
     rows = state.group.sum_(mask.sum()).clamp(min=1)  # over all processes
     share = mask / mask.sum().clamp(min=1)
     policy_loss = -(share * weight * advantage * log_prob).sum()
     critic_loss = 0.5 * (share * (target - value).square()).sum()
     entropy = (share * dist.entropy(params, gen)).sum()
     kl = (share * dist.kl(batch.params, params)).sum()
-    loss = policy_loss + inputs.value_coef * critic_loss - inputs.entropy_coef * entropy + inputs.kl_coef * kl
+    loss = policy_loss + settings.value_coef * critic_loss - settings.entropy_coef * entropy + settings.kl_coef * kl
     state.optimizer.zero_grad()
-    (loss * rows if inputs.reduce == "sum" else loss).backward()
+    (loss * rows if settings.reduce == "sum" else loss).backward()
     with torch.no_grad():
         norm = state.optimizer.step(mask=mask)
         explained = 1 - masked_moments(target - value, mask)[1] / (masked_moments(target, mask)[1] + EPSILON)

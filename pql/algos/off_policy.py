@@ -7,39 +7,27 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import torch
 from torch import Generator, Tensor, nn
 
-from pql.algos.registry import (
-    Family,
-    Role,
-    Setup,
-    Wiring,
-    check_continuous,
-    check_obs,
-    make_adamw,
-    make_lr_schedule,
-    make_normalizer,
-    make_ring,
-    ring_rows,
-    stored_obs,
-)
+from pql.algos.builders import check_continuous, check_obs, make_normalizer, make_ring, ring_rows, stored_obs
+from pql.algos.critics import make_adam, make_atoms
+from pql.algos.registry import Family, Setup, Wiring
 from pql.collect.actors import ActFunction, NoisyActor
 from pql.collect.collector import Collector
 from pql.collect.exploration import Exploration
 from pql.config import Config
 from pql.config.algorithms import ActorCriticConfig
-from pql.config.families import own
-from pql.config.groups import ClimbingPolicyConfig, CriticConfig
 from pql.contract.env import Box, EnvSpec
 from pql.data.augment import Augment
 from pql.data.normalize import Normalizer
 from pql.data.replay import Cursor, Replay
+from pql.engine.flat import Flat
 from pql.engine.optim import AdamW, polyak
 from pql.engine.schedule import Counts, tick_counts
-from pql.engine.worker import Learner, State
+from pql.engine.worker import PULLED, Learner, State, Tensors, Update
 from pql.errors import ConfigError
 from pql.nets.encoders import (
     Outputs,
@@ -53,46 +41,33 @@ from pql.nets.encoders import (
     make_input,
     make_layers,
 )
-from pql.nets.layers import project_weights
-from pql.nets.mlp import Critic, Flat, Reads, seeded
-from pql.types import Batch, Metrics, Obs, ObsBatch, split
+from pql.nets.mlp import Critic, Reads, seeded
+from pql.types import Batch, Obs, ObsBatch, split
 
-Update = Callable[[Any, Any, Any, Generator], Metrics]
+A = TypeVar("A", bound=ActorCriticConfig)
 Net = TypeVar("Net", bound=nn.Module)
-Tensors = dict[str, list[Tensor]]
-"""Tensors by the slot that publishes or fills them."""
-
-
-@dataclass
-class Trainer:
-    """State and update function of a learner.
-
-    Attributes:
-        state: mutated by ``update``.
-        inputs: private copies of networks published by other workers.
-        pulls: tensors of those copies, by the slot that fills them.
-        owns: published tensors, by slot.
-    """
-
-    state: State
-    update: Update
-    inputs: Any
-    pulls: Tensors = field(default_factory=dict)
-    owns: Tensors = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
-class AveragedState(State):
-    """A P-learner's policy and its running average, where ``algo.policy.average`` is set (Polyak & Juditsky 1992)."""
+class PolicyState(State):
+    """State of the P-learner.
+
+    Attributes:
+        average: running average of the policy, if ``algo.policy.average`` is set (Polyak & Juditsky 1992).
+        critic: copy of the critics.
+        atoms: [Z] support of categorical critics, or None.
+    """
 
     policy: Flat
-    average: Flat | None = None
-    average_weight: float = 0.0
+    optimizer: AdamW
+    average: Flat | None
+    critic: Critic = field(metadata=PULLED)
+    atoms: Tensor | None
 
-    def update_average(self) -> None:
+    def update_average(self, weight: float | None) -> None:
         """Move the average towards the policy."""
-        if self.average is not None:
-            polyak(self.average, self.policy, self.average_weight)
+        if self.average is not None and weight is not None:
+            polyak(self.average, self.policy, weight)
 
     @property
     def evaluated(self) -> Flat:
@@ -100,36 +75,53 @@ class AveragedState(State):
         return self.policy if self.average is None else self.average
 
 
+PolicyStates = TypeVar("PolicyStates", bound=PolicyState)
+
+
+def ensemble_value(state: PolicyState, obs: Obs, action: Tensor, rule: str) -> Tensor:
+    """Return the value of (obs, action) that a policy is trained on, [B].
+
+    Args:
+        action: [B, A].
+        rule: of the ensemble's values (``algo.policy.reduce``).
+    """
+    q = state.critic(obs, action)  # [E, B] or [E, B, Z]
+    if state.atoms is not None:
+        q = q.softmax(-1) @ state.atoms
+    if rule == "first":
+        return q[0]
+    return q.mean(0) if rule == "mean" else q.amin(0)
+
+
 @dataclass(frozen=True)
-class OffPolicy:
+class OffPolicy(Generic[A]):
     """The functions that define an off-policy actor-critic algorithm.
 
     Attributes:
         settings: class of ``config.algo``.
         policy: (config, spec) -> policy network on the CPU.
         act: (policy, obs, noise) -> action [N, A], before exploration noise.
-        value: (config, critic, policy copy, device) -> trainer of the critics.
-        improve: (config, policy, critic copy, action size, device) -> trainer of the policy.
+        value_learner: (setup, critic, policy copy, draw) -> the V-learner.
+        policy_learner: (setup, policy, critic copy, draw) -> the P-learner, whose state is a :class:`PolicyState`.
     """
 
-    settings: type[ActorCriticConfig]
-    policy: Callable[[Config, EnvSpec], nn.Module]
+    settings: type[A]
+    policy: Callable[[Config[A], EnvSpec], nn.Module]
     act: ActFunction
-    value: Callable[[Config, Critic, nn.Module, torch.device], Trainer]
-    improve: Callable[[Config, nn.Module, Critic, int, torch.device], Trainer]
+    value_learner: "Callable[[Setup[A], Critic, nn.Module, ValueDraw], Learner]"
+    policy_learner: "Callable[[Setup[A], nn.Module, Critic, PolicyDraw], Learner]"
 
-    def family(self) -> Family:
+    def family(self) -> Family[A]:
         """Return the entry for the algorithm registry."""
         return Family(self.settings, off_policy_counts, check_off_policy, partial(wire_off_policy, self), self.policy)
 
 
-def off_policy_counts(config: Config) -> Counts:
+def off_policy_counts(config: Config[ActorCriticConfig]) -> Counts:
     """Return the smallest tick with whole numbers of steps and updates."""
-    algo = own(config, ActorCriticConfig)
-    return tick_counts(algo.v_per_step, algo.p_per_v)
+    return tick_counts(config.algo.v_per_step, config.algo.p_per_v)
 
 
-def check_off_policy(config: Config, spec: EnvSpec, counts: Counts, device: torch.device) -> int:
+def check_off_policy(config: Config[ActorCriticConfig], spec: EnvSpec, counts: Counts, device: torch.device) -> int:
     """Check a config against an environment spec. Returns the replay's rows T.
 
     Raises:
@@ -141,14 +133,14 @@ def check_off_policy(config: Config, spec: EnvSpec, counts: Counts, device: torc
     return ring_rows(config, spec, counts, device)
 
 
-def check_images(config: Config, spec: EnvSpec) -> None:
+def check_images(config: Config[ActorCriticConfig], spec: EnvSpec) -> None:
     """Check settings of images.
 
     Raises:
         ConfigError: policy and critic should share an encoder and read different images, or an augmentation does not
             fit the images.
     """
-    algo = own(config, ActorCriticConfig)
+    algo = config.algo
     images = {k: s for k, s in stored_obs(config, spec).items() if is_image(s)}
     if algo.policy.encoder == "critic":
         policy, critic = ({*groups_of(config, spec, which)} & {*images} for which in ("policy", "critic"))
@@ -166,7 +158,7 @@ def check_images(config: Config, spec: EnvSpec) -> None:
             raise ConfigError("algo.encoder.jitter", algo.encoder.jitter, f"0: {group!r} is {kind}, not bytes (uint8)")
 
 
-def wire_off_policy(kind: OffPolicy, setup: Setup) -> Wiring:
+def wire_off_policy(kind: OffPolicy[A], setup: Setup[A]) -> Wiring:
     """Create networks, replay and workers. A P-learner on another device has a replay of observations only."""
     config, spec, devices = setup.config, setup.spec, setup.devices
     nets = seeded(lambda: (kind.policy(config, spec), make_critic(config, spec)), setup.init_seed)
@@ -177,49 +169,54 @@ def wire_off_policy(kind: OffPolicy, setup: Setup) -> Wiring:
         replays.append(make_ring(setup, "p", obs_only=True))
     actor = make_noisy_actor(kind, config, spec, nets[0])
     collector = Collector(setup.env, actor, normalizer, replays, setup.generator("collector"), setup.capture)
-    roles = {
-        "v": critic_role(kind, setup, *nets, normalizer, replays[0]),
-        "p": policy_role(kind, setup, *nets, normalizer, replays[-1]),
-        "collector": Role(
-            pulls={"policy": Flat(collector.actor.policy).tensors()},
-            owns={"norm": normalizer.frozen(), "rows": replays[0].live.tensors()},
-        ),
-    }
-    cursor, learner = roles["v"].cursor, roles["p"].learner
-    assert cursor is not None
-    assert learner is not None
-    policy = cast(AveragedState, learner.state).evaluated
-    return Wiring(collector, roles, policy, {"replay/bootstrap_lost": cursor.lost})
+    v = make_value_learner(kind, setup, *nets, normalizer, replays[0])
+    p = make_policy_learner(kind, setup, *nets, normalizer, replays[-1])
+    pulls = {"policy": Flat(collector.actor.policy).tensors()}
+    publishes = {"norm": normalizer.frozen(), "rows": replays[0].live.tensors()}
+    gauges = {} if v.lost is None else {"replay/bootstrap_lost": v.lost}
+    return Wiring(collector, pulls, publishes, [v, p], cast(PolicyState, p.state).evaluated, gauges)
 
 
-def critic_role(
-    kind: OffPolicy, setup: Setup, policy: nn.Module, critic: Critic, norm: Normalizer, replay: Replay
-) -> Role:
-    """Create the V-learner: critic, target, and private copies of policy, normaliser and cursor."""
-    config, device = setup.config, replay.device
-    algo = own(config, ActorCriticConfig)
-    trainer = kind.value(config, private(critic, algo, device), private(policy, algo, device), device)
+def make_value_learner(
+    kind: OffPolicy[A], setup: Setup[A], policy: nn.Module, critic: Critic, norm: Normalizer, replay: Replay
+) -> Learner:
+    """Create the V-learner, with its copies of networks, normaliser and cursor."""
+    algo, device = setup.config.algo, replay.device
     replay.constants(algo.n_step, algo.gamma)  # the copy to the device would stall the first tick
     draw = ValueDraw(algo, replay, Cursor(replay.num_envs, device), norm.copy_to(device), make_augment(setup))
-    learner = Learner("v", trainer.state, trainer.update, draw, trainer.inputs, setup.generator("v"))
-    return Role({**trainer.pulls, **draw.pulls()}, trainer.owns, learner, draw.cursor)
+    return kind.value_learner(setup, learner_copy(critic, algo, device), learner_copy(policy, algo, device), draw)
 
 
-def policy_role(
-    kind: OffPolicy, setup: Setup, policy: nn.Module, critic: Critic, norm: Normalizer, replay: Replay
-) -> Role:
-    """Create the P-learner: policy, and private copies of critic, normaliser and cursor."""
-    config, device, size = setup.config, replay.device, cast(Box, setup.spec.action).size
-    algo = own(config, ActorCriticConfig)
-    policy, critic = private(policy, algo, device), private(critic, algo, device)
+def make_policy_learner(
+    kind: OffPolicy[A], setup: Setup[A], policy: nn.Module, critic: Critic, norm: Normalizer, replay: Replay
+) -> Learner:
+    """Create the P-learner, with its copies of networks, normaliser and cursor."""
+    algo, device = setup.config.algo, replay.device
+    policy, critic = learner_copy(policy, algo, device), learner_copy(critic, algo, device)
     lend_encoder(critic, policy)
-    trainer = kind.improve(config, policy, critic, size, device)
-    if algo.policy.average is not None:
-        state = cast(AveragedState, trainer.state)
-        state.average, state.average_weight = make_follower(policy, critic), algo.policy.average
     draw = PolicyDraw(algo, replay, Cursor(replay.num_envs, device), norm.copy_to(device), make_augment(setup))
-    learner = Learner("p", trainer.state, trainer.update, draw, trainer.inputs, setup.generator("p"))
-    return Role({**trainer.pulls, **draw.pulls()}, trainer.owns, learner, draw.cursor)
+    return kind.policy_learner(setup, policy, critic, draw)
+
+
+def make_policy_state(
+    kind: type[PolicyStates], config: Config[ActorCriticConfig], policy: nn.Module, critic: Critic, **more: Any
+) -> PolicyStates:
+    """Create the P-learner's state.
+
+    Args:
+        kind: its class.
+        critic: the P-learner's copy.
+        more: fields that ``kind`` adds.
+    """
+    algo, flat = config.algo, Flat(policy, trained=True)
+    return kind(
+        policy=flat,
+        optimizer=make_adam(config, flat, algo.policy, algo.p_per_v),
+        average=None if algo.policy.average is None else make_follower(policy, critic),
+        critic=critic,
+        atoms=make_atoms(config, flat.data.device),
+        **more,
+    )
 
 
 def make_follower(policy: nn.Module, critic: Critic) -> Flat:
@@ -233,15 +230,24 @@ def make_follower(policy: nn.Module, critic: Critic) -> Flat:
 class PolicyDraw:
     """Sample batches of normalised observations from the rows sealed one tick earlier."""
 
+    worker: ClassVar[str] = "p"
     algo: ActorCriticConfig
     replay: Replay
     cursor: Cursor
     norm: Normalizer
     augment: Augment
 
-    def pulls(self) -> Tensors:
-        """Return the tensors to pull, by slot."""
-        return {"norm": self.norm.frozen(), "rows": self.cursor.tensors()}
+    def learner(
+        self, setup: Setup[A], state: State, update: Update[Any, Any, A], pulls: Tensors, publishes: Tensors
+    ) -> Learner:
+        """Return the learner that trains ``state`` on these batches.
+
+        Args:
+            pulls: copies in ``state``.
+        """
+        pulls = {**pulls, "norm": self.norm.frozen(), "rows": self.cursor.tensors()}
+        gen, name, lost = setup.generator(self.worker), self.worker, self.cursor.lost
+        return Learner(name, state, update, setup.config.algo, self, gen, pulls, publishes, (name,), lost)
 
     def __call__(self, count: int, gen: Generator) -> list[ObsBatch]:
         """Return ``count`` batches of observations [B, ...]."""
@@ -252,6 +258,8 @@ class PolicyDraw:
 
 class ValueDraw(PolicyDraw):
     """Sample batches of normalised n-step transitions."""
+
+    worker = "v"
 
     def __call__(self, count: int, gen: Generator) -> list[Batch]:  # type: ignore[override]
         """Return ``count`` batches of B transitions."""
@@ -264,14 +272,14 @@ class ValueDraw(PolicyDraw):
         ]
 
 
-def make_augment(setup: Setup) -> Augment:
+def make_augment(setup: Setup[ActorCriticConfig]) -> Augment:
     """Create the augmentation of all images of an environment."""
-    encoder = own(setup.config, ActorCriticConfig).encoder
+    encoder = setup.config.algo.encoder
     images = {k: channels_last(s.shape) for k, s in setup.spec.obs.items() if is_image(s)}
     return Augment(images, encoder.shift, encoder.jitter)
 
 
-def private(net: Net, algo: ActorCriticConfig, device: torch.device) -> Net:
+def learner_copy(net: Net, algo: ActorCriticConfig, device: torch.device) -> Net:
     """Return a learner's copy of a network, which computes in the learners' precision."""
     net = copy.deepcopy(net).to(device)
     if isinstance(net, Reads):
@@ -282,28 +290,11 @@ def private(net: Net, algo: ActorCriticConfig, device: torch.device) -> Net:
 # -- networks and actor -----------------------------------------------------------------------------------------------
 
 
-def make_adam(config: Config, flat: Flat, net: CriticConfig | ClimbingPolicyConfig, per_update: float = 1.0) -> AdamW:
-    """Create the optimiser of a network, with the algorithm's learning-rate schedule.
-
-    Args:
-        per_update: its steps per critic update.
-    """
-    optimizer, algo = make_adamw(flat, net), own(config, ActorCriticConfig)
-    optimizer.schedule = make_lr_schedule(algo, algo.clocked(per_update))
-    if net.net is None and net.projected != "none":
-        optimizer.project = partial(project_weights, cast(Any, flat.module).net, net.projected)
-    return optimizer
-
-
-def make_atoms(config: Config, device: torch.device) -> Tensor | None:
-    """Return the categorical critic's support [Z], or None for a scalar critic."""
-    net = own(config, ActorCriticConfig).critic
-    return None if net.atoms is None else torch.linspace(net.v_min, net.v_max, net.atoms, device=device)
-
-
-def make_deterministic_policy(config: Config, spec: EnvSpec, kind: Callable[..., Reads], probe: Probe) -> nn.Module:
+def make_deterministic_policy(
+    config: Config[ActorCriticConfig], spec: EnvSpec, kind: Callable[..., Reads], probe: Probe
+) -> nn.Module:
     """Create a ``kind`` network, or the custom ``algo.policy.net``, whose outputs are checked by ``probe``."""
-    net = own(config, ActorCriticConfig).policy
+    net = config.algo.policy
     if net.net is not None:
         return custom_network(config, spec, "policy", probe)
     policy = kind(make_input(config, spec, "policy"), cast(Box, spec.action).size, make_layers(net))
@@ -311,9 +302,9 @@ def make_deterministic_policy(config: Config, spec: EnvSpec, kind: Callable[...,
     return policy
 
 
-def make_critic(config: Config, spec: EnvSpec) -> Critic:
+def make_critic(config: Config[ActorCriticConfig], spec: EnvSpec) -> Critic:
     """Create the critic ensemble."""
-    net = own(config, ActorCriticConfig).critic
+    net = config.algo.critic
     if net.net is not None:
         return cast(Critic, custom_network(config, spec, "critic", partial(probe_critic, atoms=net.atoms)))
     size = cast(Box, spec.action).size
@@ -326,8 +317,9 @@ def probe_critic(network: nn.Module, obs: Obs, action: Tensor, atoms: int | None
     return [("forward(obs, action)", network(obs, action), shape)]
 
 
-def make_noisy_actor(kind: OffPolicy, config: Config, spec: EnvSpec, policy: nn.Module) -> NoisyActor:
+def make_noisy_actor(
+    kind: OffPolicy, config: Config[ActorCriticConfig], spec: EnvSpec, policy: nn.Module
+) -> NoisyActor:
     """Create the collector's actor: a copy of the policy with exploration noise."""
-    explore = own(config, ActorCriticConfig).explore
-    noise = Exploration(explore, spec.num_envs, cast(Box, spec.action).size, spec.device)
+    noise = Exploration(config.algo.explore, spec.num_envs, cast(Box, spec.action).size, spec.device)
     return NoisyActor(copy.deepcopy(policy).to(spec.device), kind.act, noise, spec)

@@ -7,31 +7,33 @@ import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 from torch import Generator, Tensor
 
-from pql.algos.registry import Family, Role, Setup, Wiring, check_obs, make_adamw, make_normalizer
+from pql.algos.builders import check_obs, make_normalizer
+from pql.algos.registry import Family, Setup, Wiring
 from pql.collect.actors import StochasticActor
 from pql.collect.collector import Collector
 from pql.config import Config
 from pql.config.algorithms import RolloutAlgoConfig, StochasticConfig
-from pql.config.families import own
 from pql.contract.env import Box, Discrete, EnvSpec, MultiDiscrete
 from pql.data.normalize import Normalizer
 from pql.data.rollout import Rollout, Segment, View, rollout_bytes
 from pql.data.unrolls import FULL, Reader, Unrolls
-from pql.engine.optim import Optimizer, RMSProp, RMSPropTF
+from pql.engine.flat import Flat
+from pql.engine.optim import Optimizer, RMSProp, RMSPropTF, make_adamw
 from pql.engine.placement import available_bytes
 from pql.engine.schedule import Counts
-from pql.engine.worker import Learner, State
+from pql.engine.worker import Learner, State, Update
 from pql.errors import ConfigError, gib
 from pql.nets.actor_critic import ActorCritic, Body, OwnBody, StateValue, StochasticPolicy
 from pql.nets.distributions import ActionDist, Categorical, DiagGaussian, MultiCategorical
 from pql.nets.encoders import custom_network, groups_of, make_input, make_layers, read_specs
-from pql.nets.mlp import Flat, seeded
-from pql.types import Metrics
+from pql.nets.mlp import seeded
+
+A = TypeVar("A", bound=StochasticConfig)
 
 
 class RolloutProgress(Protocol):
@@ -51,36 +53,36 @@ class RolloutState(Protocol):
 
 
 @dataclass(frozen=True)
-class OnPolicy:
+class OnPolicy(Generic[A]):
     """The functions that define an on-policy actor-critic algorithm.
 
     Attributes:
         settings: class of ``config.algo``.
         state: (config, parameters, optimiser, environments) -> the learner's state, a :class:`RolloutState`.
-        draw: (state, settings, segment, gen) -> minibatches of a tick.
-        update: (state, settings, minibatch, gen) -> metrics.
+        draw: (state, segment, settings, gen) -> minibatches of a tick.
+        update: (state, minibatch, settings, gen) -> metrics.
     """
 
-    settings: type[StochasticConfig]
-    state: Callable[[Config, Flat, Optimizer, int], State]
-    draw: Callable[[Any, Any, Segment, Generator], Iterable[Any]]
-    update: Callable[[Any, Any, Any, Generator], Metrics]
+    settings: type[A]
+    state: Callable[[Config[A], Flat, Optimizer, int], State]
+    draw: Callable[[Any, Segment, Any, Generator], Iterable[Any]]
+    update: Update[Any, Any, Any]
 
-    def family(self) -> Family:
+    def family(self) -> Family[A]:
         """Return the entry for the algorithm registry."""
         return Family(
             self.settings, on_policy_counts, check_on_policy, partial(wire_on_policy, self), make_stochastic_policy
         )
 
 
-def on_policy_counts(config: Config) -> Counts:
+def on_policy_counts(config: Config[RolloutAlgoConfig]) -> Counts:
     """Return counts for one rollout per tick and all its updates; when concurrent, they use the previous rollout."""
-    algo = own(config, RolloutAlgoConfig)
+    algo = config.algo
     updates = algo.passes * algo.minibatches
     return Counts(algo.horizon, {"learner": updates}, 1, algo.horizon if algo.schedule == "concurrent" else 0)
 
 
-def check_on_policy(config: Config, spec: EnvSpec, counts: Counts, device: torch.device) -> int:
+def check_on_policy(config: Config[StochasticConfig], spec: EnvSpec, counts: Counts, device: torch.device) -> int:
     """Check a config against an environment spec. Returns the rollout's rows T.
 
     Raises:
@@ -88,7 +90,7 @@ def check_on_policy(config: Config, spec: EnvSpec, counts: Counts, device: torch
             does not fit into memory.
     """
     check_obs(config, spec)
-    p = own(config, StochasticConfig)
+    p = config.algo
     if not isinstance(spec.action, Box) and p.squash:
         raise ConfigError("algo.squash", True, f"false: the actions of {spec.name} are discrete")
     if p.shared and groups_of(config, spec, "critic") != groups_of(config, spec, "policy"):
@@ -114,7 +116,7 @@ def check_room(
         )
 
 
-def wire_on_policy(kind: OnPolicy, setup: Setup) -> Wiring:
+def wire_on_policy(kind: OnPolicy[A], setup: Setup[A]) -> Wiring:
     """Create the rollout, its collector and its learner."""
     config, spec = setup.config, setup.spec
     net = seeded(partial(make_network, config, spec), setup.init_seed)
@@ -123,15 +125,11 @@ def wire_on_policy(kind: OnPolicy, setup: Setup) -> Wiring:
     source = make_source(setup, norm, net)
     collector = Collector(setup.env, actor, norm, [source.store], setup.generator("collector"), setup.capture)
     flat = Flat(net.to(setup.devices["learner"]), trained=True)
-    learner = make_learner(kind, config, spec, flat, source, setup.generator("learner", "v"))
-    now = cast(RolloutState, learner.state).progress
-    size = sum(p.numel() for p in net.policy.parameters())  # the policy's parameters come first
-    full, seen = ({"rollout": t} if t else {} for t in (source.full, source.seen))
-    roles = {
-        "learner": Role(pulls=seen, owns={"policy": [flat.data[:size], now.ticks]}, learner=learner),
-        "collector": Role(pulls={"policy": [Flat(actor.policy).data, actor.version]}, owns=full),
-    }
-    return Wiring(collector, roles, net.policy, {"rollout/bootstrap_lost": now.lost})
+    learner = make_learner(kind, setup, flat, source)
+    progress = cast(RolloutState, learner.state).progress
+    pulls = {"policy": [Flat(actor.policy).data, actor.version]}
+    publishes = {"rollout": source.full} if source.full else {}
+    return Wiring(collector, pulls, publishes, [learner], net.policy, {"rollout/bootstrap_lost": progress.lost})
 
 
 @dataclass(frozen=True)
@@ -151,7 +149,7 @@ class Source:
     reader: Reader | None = None
 
 
-def make_source(setup: Setup, norm: Normalizer, net: ActorCritic) -> Source:
+def make_source(setup: Setup[StochasticConfig], norm: Normalizer, net: ActorCritic) -> Source:
     """Create a rollout (two halves if the collector runs ahead), or unrolls per environment if they may answer late."""
     spec, device, halves = setup.spec, setup.devices["learner"], 2 if setup.counts.ahead else 1
     sizes = (setup.rows, net.policy.dist.params_size, device, net.policy.body.carry_size)
@@ -165,62 +163,75 @@ def make_source(setup: Setup, norm: Normalizer, net: ActorCritic) -> Source:
     return Source(rollout, partial(rollout.segment, view), rollout.sealed.tensors(), view.tensors())
 
 
-def apart(config: Config, spec: EnvSpec) -> bool:
+def apart(config: Config[StochasticConfig], spec: EnvSpec) -> bool:
     """Return True if each environment fills unrolls independently.
 
     Such an unroll contains actions of several policies, which V-trace corrects. A separate recurrent state of the value
     is not supported: the learner reads an environment's unrolls in order, but not one in every tick.
     """
-    algo = own(config, StochasticConfig)
+    algo = config.algo
     return spec.spread > 1 and algo.on_policy_corrected and (algo.lstm is None or algo.shared)
 
 
-def make_learner(kind: OnPolicy, config: Config, spec: EnvSpec, flat: Flat, source: Source, gen: Generator) -> Learner:
+def make_learner(kind: OnPolicy[A], setup: Setup[A], flat: Flat, source: Source) -> Learner:
     """Create the learner of policy and value."""
-    state, settings = kind.state(config, flat, make_rollout_optimizer(config, flat), spec.num_envs), config.algo
-    now = cast(RolloutState, state)
-    now.reader = source.reader
+    config, settings = setup.config, setup.config.algo
+    state = kind.state(config, flat, make_rollout_optimizer(config, flat), setup.spec.num_envs)
+    cast(RolloutState, state).reader = source.reader
+    progress = cast(RolloutState, state).progress
 
     def draw(count: int, gen: Generator) -> Iterable[Any]:
-        return kind.draw(state, settings, source.read(), gen)
+        return kind.draw(state, source.read(), settings, gen)
 
-    return Learner("learner", state, kind.update, draw, settings, gen, trains=("v", "p"), clock=now.progress.ticks)
+    size = sum(p.numel() for p in cast(ActorCritic, flat.module).policy.parameters())  # they come first
+    return Learner(
+        "learner",
+        state,
+        kind.update,
+        settings,
+        draw,
+        setup.generator("learner", "v"),
+        pulls={"rollout": source.seen} if source.seen else {},
+        publishes={"policy": [flat.data[:size], progress.ticks]},
+        trains=("v", "p"),
+        clock=progress.ticks,
+    )
 
 
-def make_dist(config: Config, spec: EnvSpec) -> ActionDist:
+def make_dist(config: Config[StochasticConfig], spec: EnvSpec) -> ActionDist:
     """Create a Gaussian for continuous actions, a categorical distribution for discrete ones, or a product of these."""
     if isinstance(spec.action, Discrete):
         return Categorical(spec.action.n)
     if isinstance(spec.action, MultiDiscrete):
         return MultiCategorical(spec.action.nvec)
-    return DiagGaussian(spec.action.size, own(config, StochasticConfig).squash)
+    return DiagGaussian(spec.action.size, config.algo.squash)
 
 
-def make_body(config: Config, spec: EnvSpec, which: str) -> Body | OwnBody:
+def make_body(config: Config[StochasticConfig], spec: EnvSpec, which: str) -> Body | OwnBody:
     """Create the hidden layers of "policy" or "critic" on the observations it may use, or the custom network."""
-    algo = own(config, StochasticConfig)
+    algo = config.algo
     net = algo.policy if which == "policy" else algo.critic
     if net.net is not None:
         return OwnBody(custom_network(config, spec, which), read_specs(config, spec))
     return Body(make_input(config, spec, which), make_layers(net), algo.lstm)
 
 
-def make_stochastic_policy(config: Config, spec: EnvSpec, amp: bool = False) -> StochasticPolicy:
+def make_stochastic_policy(config: Config[StochasticConfig], spec: EnvSpec, amp: bool = False) -> StochasticPolicy:
     """Create a freshly initialised policy network. Evaluation, loading and export compute in float32."""
     body, dist = make_body(config, spec, "policy"), make_dist(config, spec)
-    return StochasticPolicy(body, dist, own(config, StochasticConfig).init_std, amp)
+    return StochasticPolicy(body, dist, config.algo.init_std, amp)
 
 
-def make_network(config: Config, spec: EnvSpec) -> ActorCritic:
+def make_network(config: Config[StochasticConfig], spec: EnvSpec) -> ActorCritic:
     """Create freshly initialised policy and value networks."""
-    policy = make_stochastic_policy(config, spec, own(config, StochasticConfig).amp)
-    body = None if own(config, StochasticConfig).shared else make_body(config, spec, "critic")
+    policy = make_stochastic_policy(config, spec, config.algo.amp)
+    body = None if config.algo.shared else make_body(config, spec, "critic")
     return ActorCritic(policy, StateValue(body, (body or policy.body).size))
 
 
-def make_rollout_optimizer(config: Config, flat: Flat) -> Optimizer:
+def make_rollout_optimizer(config: Config[StochasticConfig], flat: Flat) -> Optimizer:
     """Create one optimiser for both networks, with the policy's settings."""
-    algo = own(config, StochasticConfig)
+    algo = config.algo
     net, name = algo.policy, algo.optimizer
     if name != "adam":
         kind = RMSProp if name == "rmsprop" else RMSPropTF

@@ -19,16 +19,15 @@ from torch import Generator, Tensor, nn
 from pql.algos.on_policy import OnPolicy
 from pql.config import Config, PpoConfig
 from pql.config.algorithms import StochasticConfig
-from pql.config.families import own
 from pql.data.normalize import EPSILON, Moments, pack_moments, pooled
 from pql.data.returns import ValuedRows, gae, vtrace
 from pql.data.rollout import Progress, Segment, by_parts, minibatches
 from pql.data.unrolls import Reader
 from pql.engine.collectives import ALONE, Group
+from pql.engine.flat import Flat
 from pql.engine.optim import Optimizer, annealed
 from pql.engine.worker import State
 from pql.nets.actor_critic import ActorCritic, cut
-from pql.nets.mlp import Flat
 from pql.types import Metrics, Obs
 
 LR_MIN, LR_MAX, LR_FACTOR = 1e-5, 1e-2, 1.5
@@ -67,13 +66,13 @@ class PpoState(State):
 
 
 def make_state(
-    config: Config, flat: Flat, optimizer: Optimizer, num_envs: int, normalize_value: bool = False
+    config: Config[StochasticConfig], flat: Flat, optimizer: Optimizer, num_envs: int, normalize_value: bool = False
 ) -> PpoState:
     """Create the learner's state from the parameters of an :class:`ActorCritic`."""
     net, device = cast(ActorCritic, flat.module), flat.data.device
     moments = Moments((), device) if normalize_value else None
     carry_size = net.value.body.carry_size if net.value.body else 0
-    steps = own(config, StochasticConfig).horizon * num_envs
+    steps = config.algo.horizon * num_envs
     return PpoState(net.policy, net.value, optimizer, moments, PpoProgress(device, num_envs, carry_size, steps))
 
 
@@ -109,16 +108,16 @@ class Minibatch(NamedTuple):
     value_carry: Tensor | None = None  # [1, B, C] the value's recurrent state before row 0
 
 
-def draw_ppo(state: PpoState, settings: PpoConfig, segment: Segment, gen: Generator) -> Iterator[Minibatch]:
+def draw_ppo(state: PpoState, segment: Segment, settings: PpoConfig, gen: Generator) -> Iterator[Minibatch]:
     """Yield a tick's minibatches: compute values, advantages and targets once, then shuffle all rows in each epoch.
 
     With recurrent networks, environments are shuffled and each keeps its rows in order.
     """
-    begin_ppo_tick(state, settings, segment)
+    begin_ppo_tick(state, segment, settings)
     lag = None if not settings.vtrace.enabled else rows_lag(state, segment.version, segment.mask)
     memory = state.net.policy.body.carry_size > 0
     start = {"carry": segment.carry.unsqueeze(0), "value_carry": value_carry(state, segment).unsqueeze(0)}
-    rows, explained = prepare(state, settings, segment)
+    rows, explained = prepare(state, segment, settings)
     columns = {**rows, "first": segment.first, **start} if memory else {k: v.flatten(0, 1) for k, v in rows.items()}
     dim = 1 if memory else 0
     for i, part in enumerate(minibatches(columns, settings.epochs, settings.minibatches, dim, gen)):
@@ -133,7 +132,7 @@ def grouped(part: dict[str, Tensor]) -> tuple[Obs, dict[str, Any]]:
 
 
 @torch.no_grad()
-def begin_ppo_tick(state: PpoState, settings: StochasticConfig, segment: Segment) -> None:
+def begin_ppo_tick(state: PpoState, segment: Segment, settings: StochasticConfig) -> None:
     """Count the tick, open the KL gate, and set the annealed learning rate."""
     now = state.progress
     now.go.fill_(1.0)
@@ -151,7 +150,7 @@ def rows_lag(state: PpoState, version: Tensor, mask: Tensor) -> Lag:
 
 
 @torch.no_grad()
-def prepare(state: PpoState, settings: PpoConfig, segment: Segment) -> tuple[dict[str, Tensor], Tensor]:
+def prepare(state: PpoState, segment: Segment, settings: PpoConfig) -> tuple[dict[str, Tensor], Tensor]:
     """Return columns [T, N, ...] of the segment for :class:`Minibatch`, and the explained variance.
 
     Values are predicted in normalised units and mapped back with the statistics of earlier ticks; targets are
@@ -164,7 +163,7 @@ def prepare(state: PpoState, settings: PpoConfig, segment: Segment) -> tuple[dic
     value, discount = values[:rows], settings.gamma * segment.alive
     next_value = values.gather(0, segment.successor)
     valued = ValuedRows(segment.reward, discount, value, next_value, segment.goes_on, mask)
-    params, log_prob, target, advantage, weight = advantages_and_targets(state, settings, segment, valued)
+    params, log_prob, target, advantage, weight = advantages_and_targets(state, segment, settings, valued)
     mean, var = masked_moments(target, mask)
     explained = 1 - masked_moments(target - value, mask)[1] / (var + EPSILON)
     if state.returns is not None:
@@ -211,7 +210,7 @@ def segment_values(state: PpoState, segment: Segment, parts: int = 1) -> Tensor:
 
 
 def advantages_and_targets(
-    state: PpoState, settings: PpoConfig, segment: Segment, rows: ValuedRows
+    state: PpoState, segment: Segment, settings: PpoConfig, rows: ValuedRows
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Compute the targets of the tick's updates over all rows.
 
@@ -263,7 +262,7 @@ def masked_moments(x: Tensor, mask: Tensor, group: Group = ALONE) -> tuple[Tenso
     return mean, squares / count.clamp(min=1)
 
 
-def ppo_update(state: PpoState, inputs: PpoConfig, batch: Minibatch, gen: Generator) -> Metrics:
+def ppo_update(state: PpoState, batch: Minibatch, settings: PpoConfig, gen: Generator) -> Metrics:
     """Take one step on policy, value and entropy. Mutates ``state`` only.
 
     The loss is -E[min(rho A, clip(rho) A)] + value_coef E[(V - target)^2] - entropy_coef E[H].
@@ -272,18 +271,21 @@ def ppo_update(state: PpoState, inputs: PpoConfig, batch: Minibatch, gen: Genera
     share = batch.mask / batch.mask.sum().clamp(min=1)
     dist = state.net.policy.dist
     ratio = torch.exp(dist.log_prob(params, batch.action) - batch.log_prob)
-    clip = None if inputs.clip is None else inputs.clip * state.progress.fraction if inputs.anneal_clip else inputs.clip
+    clip: float | Tensor | None = settings.clip
+    if clip is not None and settings.anneal_clip:
+        clip = clip * state.progress.fraction
     policy_loss = (share * surrogate_loss(ratio, batch.advantage, clip)).sum()
-    critic_loss = (share * value_loss(value, batch.target, batch.value, inputs.value_clip)).sum()
+    critic_loss = (share * value_loss(value, batch.target, batch.value, settings.value_clip)).sum()
     entropy = (share * dist.entropy(params, gen)).sum()
-    loss = policy_loss + inputs.value_coef * critic_loss - inputs.entropy_coef * entropy
+    loss = policy_loss + settings.value_coef * critic_loss - settings.entropy_coef * entropy
+
     state.optimizer.zero_grad()
     loss.backward()
     with torch.no_grad():
         kl = (share * dist.kl(batch.params, params)).sum()
-        if inputs.lr_schedule == "adaptive" or inputs.kl_stop is not None:
+        if settings.lr_schedule == "adaptive" or settings.kl_stop is not None:
             kl = state.group.mean(kl, batch.mask)
-        skip = steer(state, inputs, kl, batch.fresh)
+        skip = steer(state, settings, kl, batch.fresh)
         norm = state.optimizer.step(skip, batch.mask)
         clipped = torch.zeros_like(kl) if clip is None else (share * ((ratio - 1).abs() > clip)).sum()
     return {
@@ -339,9 +341,9 @@ def adapt_lr(lr: Tensor, kl: Tensor, target: float) -> None:
 # -- wiring -----------------------------------------------------------------------------------------------------------
 
 
-def own_state(config: Config, flat: Flat, optimizer: Optimizer, num_envs: int) -> PpoState:
+def own_state(config: Config[PpoConfig], flat: Flat, optimizer: Optimizer, num_envs: int) -> PpoState:
     """Create the learner's state."""
-    return make_state(config, flat, optimizer, num_envs, own(config, PpoConfig).normalize_value)
+    return make_state(config, flat, optimizer, num_envs, config.algo.normalize_value)
 
 
 FAMILY = OnPolicy(PpoConfig, own_state, draw_ppo, ppo_update).family()

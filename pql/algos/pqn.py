@@ -13,22 +13,23 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Generator, Tensor, nn
 
+from pql.algos.builders import make_normalizer
 from pql.algos.on_policy import check_room
-from pql.algos.registry import Family, Role, Setup, Wiring, make_adamw, make_normalizer
+from pql.algos.registry import Family, Setup, Wiring
 from pql.algos.value import check_acting, make_q_network
 from pql.collect.actors import action_buffer
 from pql.collect.collector import Collector
 from pql.collect.epsilon import Epsilon, epsilon_greedy
 from pql.config import Config, PqnConfig
-from pql.config.families import own
 from pql.contract.env import Discrete, EnvSpec
 from pql.data.returns import lambda_returns, valued_rows
 from pql.data.rollout import PolicyOutput, Progress, Rollout, Segment, by_parts, minibatches
-from pql.engine.optim import AdamW, Optimizer, RAdam, annealed
+from pql.engine.flat import Flat
+from pql.engine.optim import AdamW, Optimizer, RAdam, annealed, make_adamw
 from pql.engine.schedule import Counts
-from pql.engine.worker import Learner, State
+from pql.engine.worker import Learner, State, Tensors, Update
 from pql.nets.actor_critic import bfloat16
-from pql.nets.mlp import Flat, seeded
+from pql.nets.mlp import seeded
 from pql.nets.q import QNetwork
 from pql.types import Memory, Metrics, Obs
 
@@ -103,40 +104,40 @@ class ValueRollout:
 
     Attributes:
         settings: class of ``config.algo``.
-        draw: (state, settings, segment, gen) -> minibatches of a tick.
-        update: (state, settings, minibatch, gen) -> metrics.
+        draw: (state, segment, settings, gen) -> minibatches of a tick.
+        update: (state, minibatch, settings, gen) -> metrics.
     """
 
     settings: type[PqnConfig]
-    draw: Callable[[Any, Any, Segment, Generator], Iterable[Any]]
-    update: Callable[[Any, Any, Any, Generator], Metrics]
+    draw: Callable[[Any, Segment, Any, Generator], Iterable[Any]]
+    update: Update[Any, Any, Any]
 
-    def family(self) -> Family:
+    def family(self) -> Family[PqnConfig]:
         """Return the entry for the algorithm registry."""
         return Family(self.settings, pqn_counts, check_pqn, partial(wire_pqn, self), make_q_network)
 
 
-def pqn_counts(config: Config) -> Counts:
+def pqn_counts(config: Config[PqnConfig]) -> Counts:
     """Return counts for one rollout per tick and all its updates."""
-    p = own(config, PqnConfig)
+    p = config.algo
     return Counts(p.horizon, {"learner": p.passes * p.minibatches}, 1)
 
 
-def check_pqn(config: Config, spec: EnvSpec, counts: Counts, device: torch.device) -> int:
+def check_pqn(config: Config[PqnConfig], spec: EnvSpec, counts: Counts, device: torch.device) -> int:
     """Check a config against an environment spec. Returns the rollout's rows T.
 
     Raises:
         ConfigError: continuous actions, an unsupported observation, or a rollout that does not fit into memory.
     """
     check_acting(config, spec)
-    horizon = own(config, PqnConfig).horizon
+    horizon = config.algo.horizon
     check_room("algo.horizon", horizon, spec, cast(Discrete, spec.action).n, device)
     return horizon
 
 
-def wire_pqn(kind: ValueRollout, setup: Setup) -> Wiring:
+def wire_pqn(kind: ValueRollout, setup: Setup[PqnConfig]) -> Wiring:
     """Create the rollout, its collector and its learner."""
-    config, spec, home, p = setup.config, setup.spec, setup.devices["learner"], own(setup.config, PqnConfig)
+    config, spec, home, p = setup.config, setup.spec, setup.devices["learner"], setup.config.algo
     net = seeded(partial(make_q_network, config, spec), setup.init_seed)
     epsilon = Epsilon(p.epsilon, spec.num_envs, spec.device)
     actor = GreedyActor(copy.deepcopy(net).to(spec.device), epsilon, spec, p.amp)
@@ -147,21 +148,18 @@ def wire_pqn(kind: ValueRollout, setup: Setup) -> Wiring:
     state = PqnState(flat, make_pqn_optimizer(config, flat), Progress(home, p.horizon * spec.num_envs))
 
     def draw(count: int, gen: Generator) -> Iterable[Any]:
-        return kind.draw(state, p, rollout.segment(), gen)
+        return kind.draw(state, rollout.segment(), p, gen)
 
     gen = setup.generator("learner", "v")
-    learner = Learner("learner", state, kind.update, draw, p, gen, trains=("v", "p"))
-    roles = {
-        "learner": Role(pulls={}, owns={"policy": [flat.data]}, learner=learner),
-        "collector": Role(pulls={"policy": [Flat(actor.policy).data]}, owns={}),
-    }
+    publishes: Tensors = {"policy": [flat.data]}
+    learner = Learner("learner", state, kind.update, p, draw, gen, {}, publishes, trains=("v", "p"))
     gauges = {"rollout/bootstrap_lost": state.progress.lost, "explore/epsilon": epsilon.mean}
-    return Wiring(collector, roles, flat, gauges)
+    return Wiring(collector, {"policy": [Flat(actor.policy).data]}, {}, [learner], flat, gauges)
 
 
-def make_pqn_optimizer(config: Config, flat: Flat) -> Optimizer:
+def make_pqn_optimizer(config: Config[PqnConfig], flat: Flat) -> Optimizer:
     """Create the network's optimiser."""
-    algo = own(config, PqnConfig)
+    algo = config.algo
     return make_adamw(flat, algo.critic, RAdam if algo.optimizer == "radam" else AdamW)
 
 
@@ -174,10 +172,10 @@ class ValueMinibatch(NamedTuple):
     mask: Tensor  # [B] 0 or 1
 
 
-def draw_pqn(state: PqnState, settings: PqnConfig, segment: Segment, gen: Generator) -> Iterator[ValueMinibatch]:
+def draw_pqn(state: PqnState, segment: Segment, settings: PqnConfig, gen: Generator) -> Iterator[ValueMinibatch]:
     """Yield a tick's minibatches: compute targets once, then shuffle all rows in each epoch."""
-    begin_pqn_tick(state, settings, segment)
-    rows = {"action": segment.action, "target": returns(state, settings, segment), "mask": segment.mask}
+    begin_pqn_tick(state, segment, settings)
+    rows = {"action": segment.action, "target": returns(state, segment, settings), "mask": segment.mask}
     count = segment.mask.shape[0]
     columns = {**rows, **{f"obs/{k}": v[:count] for k, v in segment.obs.items()}}
     flat = {k: v.flatten(0, 1) for k, v in columns.items()}
@@ -187,7 +185,7 @@ def draw_pqn(state: PqnState, settings: PqnConfig, segment: Segment, gen: Genera
 
 
 @torch.no_grad()
-def begin_pqn_tick(state: PqnState, settings: PqnConfig, segment: Segment) -> None:
+def begin_pqn_tick(state: PqnState, segment: Segment, settings: PqnConfig) -> None:
     """Count the tick and set the annealed learning rate."""
     now = state.progress
     now.lost += segment.lost
@@ -198,7 +196,7 @@ def begin_pqn_tick(state: PqnState, settings: PqnConfig, segment: Segment) -> No
 
 
 @torch.no_grad()
-def returns(state: PqnState, settings: PqnConfig, segment: Segment) -> Tensor:
+def returns(state: PqnState, segment: Segment, settings: PqnConfig) -> Tensor:
     """Return R_t = r_t + discount_t ((1 - lambda) max_a Q(s'_t, a) + lambda R_{t+1}), [T, N].
 
     At the end of a trajectory R_{t+1} is max_a Q(s'_t, a) (Gallici et al. 2024, section 4: Peng's Q(lambda)). Values of
@@ -212,9 +210,9 @@ def returns(state: PqnState, settings: PqnConfig, segment: Segment) -> Tensor:
     return lambda_returns(valued_rows(segment, settings.gamma, value), settings.q_lambda)
 
 
-def pqn_update(state: PqnState, inputs: PqnConfig, batch: ValueMinibatch, gen: Generator) -> Metrics:
+def pqn_update(state: PqnState, batch: ValueMinibatch, settings: PqnConfig, gen: Generator) -> Metrics:
     """Take one step on 0.5 E[(Q(s, a) - R)^2]. Mutates ``state`` only."""
-    q = rollout_values(state.net, batch.obs, inputs.amp).gather(-1, batch.action.unsqueeze(-1)).squeeze(-1)
+    q = rollout_values(state.net, batch.obs, settings.amp).gather(-1, batch.action.unsqueeze(-1)).squeeze(-1)
     share = batch.mask / batch.mask.sum().clamp(min=1)
     loss = 0.5 * (share * (q - batch.target).square()).sum()
     state.optimizer.zero_grad()

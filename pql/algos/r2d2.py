@@ -14,9 +14,10 @@ from typing import Any, cast
 import torch
 from torch import Generator, Tensor
 
+from pql.algos.builders import make_normalizer, make_ring, ring_rows
 from pql.algos.critics import loss_share
 from pql.algos.dqn import huber
-from pql.algos.registry import Family, Role, Setup, Wiring, make_normalizer, make_ring, ring_rows
+from pql.algos.registry import Family, Setup, Wiring
 from pql.algos.value import (
     ValueState,
     acting,
@@ -25,27 +26,29 @@ from pql.algos.value import (
     make_optimizer,
     make_rule,
     make_value_input,
+    replay_learner,
     stored_columns,
     target_updates,
+    value_wiring,
     with_critic,
 )
 from pql.collect.actors import RecurrentActor
 from pql.collect.collector import Collector
 from pql.collect.epsilon import Epsilon
 from pql.config import Config, R2d2Config
-from pql.config.families import own
 from pql.contract.env import Discrete, EnvSpec
 from pql.contract.last_action import GROUP
 from pql.data.frames import deepest
 from pql.data.normalize import Normalizer
 from pql.data.replay import Cursor
 from pql.data.sequences import RankedSequences, Sequence, Sequences, Span, States, mixed
+from pql.engine.flat import Flat
 from pql.engine.optim import Clock, follow
 from pql.engine.schedule import Counts
-from pql.engine.worker import Learner
+from pql.engine.worker import Learner, Update
 from pql.errors import ConfigError
 from pql.nets.encoders import make_layers
-from pql.nets.mlp import Flat, seeded
+from pql.nets.mlp import seeded
 from pql.nets.q import RecurrentQNetwork
 from pql.types import Metrics
 
@@ -59,26 +62,26 @@ class Recurrent:
 
     Attributes:
         settings: class of ``config.algo``.
-        update: (state, settings, batch, gen) -> metrics.
+        update: (state, batch, settings, gen) -> metrics.
         targets: (reward, discount, value, epsilon) -> targets, for the priorities that the collector computes.
     """
 
     settings: type[R2d2Config]
-    update: Callable[[Any, Any, Sequence, Generator], Metrics]
+    update: Update[Any, Sequence, Any]
     targets: Callable[..., Tensor]
 
-    def family(self) -> Family:
+    def family(self) -> Family[R2d2Config]:
         """Return the entry for the algorithm registry."""
         return Family(self.settings, r2d2_counts, check_r2d2, partial(wire_r2d2, self), make_recurrent_q_network)
 
 
-def r2d2_counts(config: Config) -> Counts:
+def r2d2_counts(config: Config[R2d2Config]) -> Counts:
     """Return the smallest tick in which the replay ratio is exact.
 
     Raises:
         ConfigError: there is none up to ``LONGEST_HORIZON`` steps.
     """
-    algo = own(config, R2d2Config)
+    algo = config.algo
     rows = algo.batch_size * algo.length  # trained per update
     ratio = Fraction(str(algo.replay_ratio))
     updates = ratio * config.num_envs / rows  # per step of all environments
@@ -96,14 +99,14 @@ def r2d2_counts(config: Config) -> Counts:
     return out
 
 
-def check_r2d2(config: Config, spec: EnvSpec, counts: Counts, device: torch.device) -> int:
+def check_r2d2(config: Config[R2d2Config], spec: EnvSpec, counts: Counts, device: torch.device) -> int:
     """Check a config against an environment spec. Returns the replay's rows T, a whole number of periods.
 
     Raises:
         ConfigError: an unsupported action or observation space, a target period that is not a whole number of updates,
             or a replay that is too small for a sequence or too large for memory.
     """
-    algo, config = own(config, R2d2Config), showing(config)
+    algo, config = config.algo, showing(config)
     check_acting(config, spec)
     target_updates(config, counts)
     states = ("state",) * -(-2 * algo.lstm // algo.period)  # stored states, as numbers per row
@@ -121,23 +124,23 @@ def check_r2d2(config: Config, spec: EnvSpec, counts: Counts, device: torch.devi
     return rows
 
 
-def sequence_rows(config: Config) -> int:
+def sequence_rows(config: Config[R2d2Config]) -> int:
     """Return S, the rows that must exist before a sequence may be sampled."""
-    algo = own(config, R2d2Config)
+    algo = config.algo
     return algo.burn_in + algo.length + algo.n_step
 
 
-def showing(config: Config) -> Config:
+def showing(config: Config[R2d2Config]) -> Config[R2d2Config]:
     """Return the config with the network's observations named explicitly, including the last action if it is used."""
     config = acting(config)
-    critic, algo = critic_of(config), own(config, R2d2Config)
+    critic, algo = critic_of(config), config.algo
     groups = [*(critic.obs or ()), *([GROUP] if algo.feedback and GROUP not in (critic.obs or ()) else [])]
     return with_critic(config, replace(critic, obs=groups))
 
 
-def wire_r2d2(kind: Recurrent, setup: Setup) -> Wiring:
+def wire_r2d2(kind: Recurrent, setup: Setup[R2d2Config]) -> Wiring:
     """Create the replay with its stored states, the collector and the V-learner."""
-    config, spec, algo = setup.config, setup.spec, own(setup.config, R2d2Config)
+    config, spec, algo = setup.config, setup.spec, setup.config.algo
     net = seeded(partial(make_recurrent_q_network, config, spec), setup.init_seed)
     norm = make_normalizer(setup)
     ring = make_ring(setup, "v", extra=stored_columns(config))
@@ -147,33 +150,22 @@ def wire_r2d2(kind: Recurrent, setup: Setup) -> Wiring:
     # States are allocated before the ring: see States.
     collector = Collector(setup.env, actor, norm, [states, ring], setup.generator("collector"), setup.capture)
     sequences = make_sequences(config, states)
-    value = sequence_role(kind, setup, net, norm, sequences)
-    acts = Role(pulls={"policy": [Flat(actor.policy).data]}, owns={"norm": norm.frozen(), "rows": ring.live.tensors()})
-    assert value.cursor is not None
-    assert value.learner is not None
-    state = cast(ValueState, value.learner.state)
-    assert state.priorities is not None
-    gauges = {
-        "replay/bootstrap_lost": value.cursor.lost,
-        "explore/epsilon": epsilon.mean,
-        "replay/beta": state.priorities.beta,
-    }
-    return Wiring(collector, {"v": value, "collector": acts}, state.q, gauges)
+    return value_wiring(collector, ring, sequence_learner(kind, setup, net, norm, sequences), epsilon)
 
 
-def make_sequences(config: Config, states: States) -> Sequences:
-    algo = own(config, R2d2Config)
+def make_sequences(config: Config[R2d2Config], states: States) -> Sequences:
+    algo = config.algo
     states.ring.constants(algo.n_step, algo.gamma)  # the copy to the device would stall the first tick
     span = Span(algo.burn_in, algo.length, algo.n_step)
     return Sequences(states, span, algo.gamma, algo.stored_state)
 
 
-def sequence_role(
-    kind: Recurrent, setup: Setup, net: RecurrentQNetwork, norm: Normalizer, sequences: Sequences
-) -> Role:
-    """Create the V-learner: network and target, priorities, and private copies of normaliser and cursor."""
+def sequence_learner(
+    kind: Recurrent, setup: Setup[R2d2Config], net: RecurrentQNetwork, norm: Normalizer, sequences: Sequences
+) -> Learner:
+    """Create the V-learner: network and target, priorities, and its copies of normaliser and cursor."""
     config, counts, ring = setup.config, setup.counts, sequences.ring
-    algo = own(config, R2d2Config)
+    algo = config.algo
     device, wanted = ring.device, algo.priority
     net.amp = algo.amp  # of the learner's own networks; the collector has its copy
     flat, old = Flat(net.to(device), trained=True), Flat(copy.deepcopy(net).to(device))
@@ -181,11 +173,8 @@ def sequence_role(
     ranked = RankedSequences(sequences, make_rule(wanted, ring, counts, algo.huber), algo.eta, target)
     every = target_updates(config, counts)
     state = ValueState(flat, old, make_optimizer(config, flat), Clock(device), every, ranked)
-    cursor, private = Cursor(ring.num_envs, device), norm.copy_to(device)
-    draw = SequenceDraw(algo.batch_size, cursor, private, ranked)
-    learner = Learner("v", state, kind.update, draw, algo, setup.generator("v"))
-    pulls = {"norm": private.frozen(), "rows": cursor.tensors()}
-    return Role(pulls, {"policy": [flat.data]}, learner, cursor)
+    draw = SequenceDraw(algo.batch_size, Cursor(ring.num_envs, device), norm.copy_to(device), ranked)
+    return replay_learner(setup, state, kind.update, draw)
 
 
 @dataclass
@@ -205,34 +194,34 @@ class SequenceDraw:
             yield batch._replace(obs=self.norm(batch.obs), reward=batch.reward * self.norm.reward_scale)
 
 
-def make_recurrent_q_network(config: Config, spec: EnvSpec) -> RecurrentQNetwork:
+def make_recurrent_q_network(config: Config[R2d2Config], spec: EnvSpec) -> RecurrentQNetwork:
     """Create a freshly initialised network. A custom ``algo.critic.net`` computes its features."""
     config = showing(config)
-    algo = own(config, R2d2Config)
+    algo = config.algo
     source, layers = make_value_input(config, spec), make_layers(algo.critic)
     actions = cast(Discrete, spec.action).n
     return RecurrentQNetwork(source, algo.lstm, actions, layers, algo.dueling, algo.shared_grad)
 
 
-def r2d2_update(state: ValueState, inputs: R2d2Config, batch: Sequence, gen: Generator) -> Metrics:
+def r2d2_update(state: ValueState, batch: Sequence, settings: R2d2Config, gen: Generator) -> Metrics:
     """Take one step of Q(s, a) on every trained row of the sequences; update priorities. Mutates ``state`` only."""
     net, target_net = (cast(RecurrentQNetwork, n) for n in state.nets)
-    online_q = sequence_values(net, batch, inputs.burn_in)  # [S - burn_in, B, n]
+    online_q = sequence_values(net, batch, settings.burn_in)  # [S - burn_in, B, n]
     with torch.no_grad():
-        target_q = sequence_values(target_net, batch, inputs.burn_in)
-        best = (online_q if inputs.double else target_q).argmax(-1, keepdim=True)
+        target_q = sequence_values(target_net, batch, settings.burn_in)
+        best = (online_q if settings.double else target_q).argmax(-1, keepdim=True)
         ahead = target_q.gather(-1, best).squeeze(-1).gather(0, batch.successor)  # [L, B]
-        target = targets(batch.reward, batch.discount, ahead, inputs.rescale)
+        target = targets(batch.reward, batch.discount, ahead, settings.rescale)
     q = online_q[: target.shape[0]].gather(-1, batch.action.unsqueeze(-1)).squeeze(-1)
     error = target - q
-    total = (huber(error, inputs.huber) * loss_share(batch.mask, batch.weight)).sum()
+    total = (huber(error, settings.huber) * loss_share(batch.mask, batch.weight)).sum()
     state.optimizer.zero_grad()
     total.backward()
     norm = state.optimizer.step(mask=batch.mask)
     follow(state.target, state.q, state.clock, state.target_every)
     error, q = error.detach(), q.detach()
     assert state.priorities is not None
-    state.priorities.update(batch.index, mixed(error, batch.mask, inputs.eta), batch.mask.amax(0))
+    state.priorities.update(batch.index, mixed(error, batch.mask, settings.eta), batch.mask.amax(0))
     share = loss_share(batch.mask, torch.ones_like(batch.weight))
     return {
         "loss/critic": total.detach(),

@@ -1,12 +1,11 @@
 """Families of algorithms: what ``build`` needs from one, what it gives to one, and where families are registered.
 
-``algo.family`` names a family; a preset (``algo=NAME``) is a set of values for its settings. The functions at the end
-are shared by the families: seeds, optimisers, the normaliser, the replay and checks of an environment.
+``algo.family`` names a family; a preset (``algo=NAME``) is a set of values for its settings.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -15,25 +14,17 @@ from torch import Tensor, nn
 from pql.collect.collector import Collector
 from pql.config import AlgoConfig, Config, families
 from pql.config import layers as presets
-from pql.config.algorithms import RECORDS, ActorCriticConfig, ReplayAlgoConfig
+from pql.config.algorithms import RECORDS
 from pql.config.families import own
-from pql.config.groups import TrainedNetConfig
-from pql.contract.env import Box, Discrete, EnvSpec, MultiDiscrete, ObsSpec, VecEnv
+from pql.config.schema import A_co
+from pql.contract.env import EnvSpec, VecEnv
 from pql.contract.plugins import entry_points
 from pql.contract.registry import import_name
-from pql.data.frames import deepest, stored_spec
-from pql.data.normalize import Normalizer
-from pql.data.priority import least_rows
-from pql.data.replay import Cursor, Replay
-from pql.data.sizes import ReplayLayout, preflight
+from pql.engine.flat import Flat
 from pql.engine.graph import Capture
-from pql.engine.optim import AdamW, LrSchedule
-from pql.engine.placement import available_bytes
 from pql.engine.schedule import Counts
-from pql.engine.worker import Learner
+from pql.engine.worker import Learner, Tensors
 from pql.errors import ConfigError
-from pql.nets.encoders import groups_of
-from pql.nets.mlp import Flat
 
 BUILT_IN = {
     "ddpg": "pql.algos.ddpg:FAMILY",
@@ -46,14 +37,15 @@ BUILT_IN = {
     "reppo": "pql.algos.reppo:FAMILY",
 }
 
-_registered: dict[str, "Family"] = {}
+_registered: dict[str, "Family[Any]"] = {}
+A = TypeVar("A", bound=AlgoConfig)
 
 Devices = dict[str, torch.device]
 """Device of each worker, by name."""
 
 
 @dataclass(frozen=True)
-class Setup:
+class Setup(Generic[A_co]):
     """Arguments of a family's ``wire``.
 
     Attributes:
@@ -63,7 +55,7 @@ class Setup:
         capture: whether graphs are captured.
     """
 
-    config: Config
+    config: Config[A_co]
     env: VecEnv
     counts: Counts
     rows: int
@@ -85,33 +77,26 @@ class Setup:
 
 
 @dataclass
-class Role:
-    """One worker's part of an algorithm: private tensors by the slot that fills them, and the tensors it publishes."""
-
-    pulls: dict[str, list[Tensor]]
-    owns: dict[str, list[Tensor]]
-    learner: Learner | None = None
-    cursor: Cursor | None = None
-
-
-@dataclass
 class Wiring:
     """Components that a family creates from a config and an environment; ``build`` adds workers, slots and a schedule.
 
     Attributes:
-        roles: by worker: learners, in the order in which the lockstep schedule runs them, then the collector.
+        pulls, publishes: the collector's tensors, by the slot that fills or publishes them.
+        learners: in the order in which the lockstep schedule runs them.
         policy: network that is evaluated and saved.
         gauges: 0-dim tensors for the log.
     """
 
     collector: Collector
-    roles: dict[str, Role]
+    pulls: Tensors
+    publishes: Tensors
+    learners: list[Learner]
     policy: Flat | nn.Module
-    gauges: dict[str, Tensor] = field(default_factory=dict)
+    gauges: dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Family:
+class Family(Generic[A]):
     """Algorithms with the same updates, settings and data.
 
     Attributes:
@@ -123,18 +108,18 @@ class Family:
         policy: (config, spec) -> a freshly initialised policy network on the CPU.
     """
 
-    settings: type[AlgoConfig]
-    counts: Callable[[Config], Counts]
-    check: Callable[[Config, EnvSpec, Counts, torch.device], int]
-    wire: Callable[[Setup], Wiring]
-    policy: Callable[[Config, EnvSpec], nn.Module]
+    settings: type[A]
+    counts: Callable[[Config[A]], Counts]
+    check: Callable[[Config[A], EnvSpec, Counts, torch.device], int]
+    wire: Callable[[Setup[A]], Wiring]
+    policy: Callable[[Config[A], EnvSpec], nn.Module]
 
     @property
     def name(self) -> str:
         return self.settings().family
 
 
-def register_algorithm(family: Family, preset: Mapping[str, Any] | None = None) -> None:
+def register_algorithm(family: Family[Any], preset: Mapping[str, Any] | None = None) -> None:
     """Make a family available in this process, with a preset of its name.
 
     Packages use the entry-point group ``pql.algos``.
@@ -153,18 +138,22 @@ def register_algorithm(family: Family, preset: Mapping[str, Any] | None = None) 
     presets.registered[name] = {"family": name, "scales": every, **(preset or {})}
 
 
-def family_of(config: Config) -> Family:
-    """Return the family of a config's algorithm."""
+def family_of(config: Config[A]) -> Family[A]:
+    """Return the family of a config's algorithm.
+
+    Raises:
+        TypeError: ``config.algo`` is the record of another family.
+    """
     name = config.algo.family
+    family: Family[A]
     if name in _registered:
-        return _registered[name]
-    if name in RECORDS:
-        family: Family = import_name("algo.family", BUILT_IN[name])
-        return family
-    return next(entry.load() for entry in entry_points(group=families.GROUP) if entry.name == name)
-
-
-# -- shared by the families --------------------------------------------------------------------------------------------
+        family = _registered[name]
+    elif name in RECORDS:
+        family = import_name("algo.family", BUILT_IN[name])
+    else:
+        family = next(entry.load() for entry in entry_points(group=families.GROUP) if entry.name == name)
+    own(config, family.settings)
+    return family
 
 
 def seeds(seed: int) -> dict[str, int]:
@@ -188,108 +177,3 @@ def own_seed(seed: int, number: int) -> int:
     if number == 0:
         return seed
     return int(torch.randint(2**62, (number,), generator=torch.Generator().manual_seed(seed))[-1])
-
-
-def make_adamw(flat: Flat, net: TrainedNetConfig, kind: type[AdamW] = AdamW) -> AdamW:
-    """Create the optimiser of a network with its settings."""
-    return kind(flat, net.lr, net.grad_clip, net.weight_decay, net.eps, (net.beta1, net.beta2))
-
-
-def make_lr_schedule(algo: ReplayAlgoConfig, per_update: float = 1.0) -> LrSchedule | None:
-    """Return the schedule of an optimiser that takes ``per_update`` steps per critic update; None: constant."""
-    if algo.lr_schedule == "constant":
-        return None
-    return LrSchedule(algo.lr_schedule, algo.lr_updates * per_update, algo.lr_final)
-
-
-def make_normalizer(setup: Setup) -> Normalizer:
-    """Create the collector's normaliser."""
-    config, spec, algo = setup.config, setup.spec, setup.config.algo
-    # A task's factor would shrink their normalised rewards again. On-policy presets were found with both.
-    replaced = isinstance(algo, ActorCriticConfig) and algo.normalize_reward
-    return Normalizer(
-        spec.obs,
-        spec.num_envs,
-        setup.devices["collector"],
-        algo.normalize_obs,
-        algo.reward_scale * (1.0 if replaced else config.task.reward_scale),
-        algo.gamma if algo.normalize_reward else None,
-        config.task.reward_clip,
-        algo.return_cap if algo.normalize_reward else None,
-        algo.normalize_integers,
-    )
-
-
-def check_continuous(config: Config, spec: EnvSpec) -> None:
-    """Raises ``ConfigError`` for discrete actions."""
-    if not isinstance(spec.action, Box):
-        raise ConfigError("task", config.task.name, f"a task with bounded continuous actions; {advice(spec)}")
-
-
-def advice(spec: EnvSpec) -> str:
-    """Name the actions of a task that an algorithm does not support, and algorithms that do."""
-    takers = {Box: "pql, sac, ppo", Discrete: "dqn, ppo, pqn, impala", MultiDiscrete: "ppo, a2c, appo, impala"}
-    return f"this one has {spec.action}: for that, algo={takers[type(spec.action)]}, ..."
-
-
-def check_obs(config: Config, spec: EnvSpec) -> None:
-    """Raises ``ConfigError`` for an unsupported observation. Custom networks are not checked."""
-    for which in ("policy", "critic"):
-        if getattr(config.algo, which).net is None:
-            groups_of(config, spec, which)
-
-
-def ring_rows(
-    config: Config,
-    spec: EnvSpec,
-    counts: Counts,
-    device: torch.device,
-    extra: Sequence[str] = (),
-    prioritized: bool = False,
-) -> int:
-    """Return the rows per environment of a replay of ``replay.capacity`` transitions.
-
-    Args:
-        extra: names of columns stored in addition to the actions.
-        prioritized: rows are drawn by priority.
-    Raises:
-        ConfigError: it is too small for the warm-up or a tick, or does not fit into memory.
-    """
-    replay, layout = config.replay, ring_layout(config, spec, 0, counts, extra)
-    rows, horizon = preflight(layout, replay.capacity, available_bytes(device)), layout.horizon
-    guard, n = horizon + deepest(spec.obs.values()), own(config, ReplayAlgoConfig).n_step
-    tick = least_rows(horizon, n, guard) if prioritized else guard + n + 1
-    warm_up = guard + config.algo.warmup_steps + 1
-    if rows < max(tick, warm_up):
-        least, what = max((warm_up, "the warm-up"), (tick, "a tick and its n-step windows"))
-        raise ConfigError(
-            "replay.capacity",
-            replay.capacity,
-            f"at least {least * spec.num_envs}: {least} rows of {spec.num_envs} environments for {what}",
-        )
-    return rows
-
-
-def make_ring(setup: Setup, worker: str, obs_only: bool = False, extra: Sequence[str] = ()) -> Replay:
-    """Create an empty replay on ``worker``'s device."""
-    config, spec = setup.config, setup.spec
-    layout = ring_layout(config, spec, setup.rows, setup.counts, extra)
-    clip, ragged = config.task.reward_clip, spec.spread > 1
-    return Replay(layout, setup.devices[worker], obs_only=obs_only, reward_clip=clip, ragged=ragged)
-
-
-def stored_obs(config: Config, spec: EnvSpec) -> dict[str, ObsSpec]:
-    """Return the observation groups as a run's replay stores them."""
-    nets = (getattr(config.algo, name, None) for name in ("policy", "critic"))
-    # A network of the user reads images as the simulator returns them.
-    side = config.algo.encoder.size if all(net is None or net.net is None for net in nets) else None
-    return {k: stored_spec(s, side) for k, s in spec.obs.items()}
-
-
-def ring_layout(config: Config, spec: EnvSpec, rows: int, counts: Counts, extra: Sequence[str]) -> ReplayLayout:
-    """Return the layout of a run's replay."""
-    size, fillers = spec.action.size if isinstance(spec.action, Box) else None, spec.autoreset == "same_step"
-    # Every step may end an episode; one more filler row is written when a run begins new episodes.
-    horizon = counts.horizon * spec.spread * (1 + fillers) + 1
-    dtype, obs = getattr(torch, config.replay.dtype), stored_obs(config, spec)
-    return ReplayLayout(obs, size, spec.num_envs, rows, horizon, fillers, dtype, extra)

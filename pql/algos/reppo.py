@@ -15,23 +15,24 @@ from typing import NamedTuple, cast
 import torch
 from torch import Generator, Tensor, nn
 
+from pql.algos.builders import check_continuous, check_obs, make_normalizer
 from pql.algos.on_policy import check_room
-from pql.algos.registry import Family, Role, Setup, Wiring, check_continuous, check_obs, make_adamw, make_normalizer
+from pql.algos.registry import Family, Setup, Wiring
 from pql.collect.actors import StochasticActor
 from pql.collect.collector import Collector
 from pql.config import Config, ReppoConfig
-from pql.config.families import own
 from pql.contract.env import Box, EnvSpec
 from pql.data.returns import lambda_returns, valued_rows
 from pql.data.rollout import Progress, Rollout, Segment, by_parts, minibatches
-from pql.engine.optim import AdamW, annealed
+from pql.engine.flat import Flat
+from pql.engine.optim import AdamW, annealed, make_adamw
 from pql.engine.schedule import Counts
 from pql.engine.worker import Learner, State
 from pql.nets.actor_critic import Body, OwnBody, StochasticPolicy, bfloat16
 from pql.nets.distributions import DiagGaussian, hl_gauss, squashed_gaussian
 from pql.nets.embedding import Embedder, EmbeddingCritic
 from pql.nets.encoders import Outputs, custom_network, make_input, make_layers, read_specs
-from pql.nets.mlp import Flat, seeded
+from pql.nets.mlp import seeded
 from pql.types import Metrics, Obs
 
 
@@ -91,10 +92,10 @@ class Evaluated(NamedTuple):
 # -- a tick's minibatches ---------------------------------------------------------------------------------------------
 
 
-def draw_reppo(state: ReppoState, settings: ReppoConfig, segment: Segment, gen: Generator) -> Iterator[ReppoMinibatch]:
+def draw_reppo(state: ReppoState, segment: Segment, settings: ReppoConfig, gen: Generator) -> Iterator[ReppoMinibatch]:
     """Yield a tick's minibatches: compute targets and embeddings once, then shuffle all rows in each epoch."""
-    begin_reppo_tick(state, settings, segment)
-    evaluated, rows = evaluate_segment(state, settings, segment, gen), segment.mask.shape[0]
+    begin_reppo_tick(state, segment, settings)
+    evaluated, rows = evaluate_segment(state, segment, settings, gen), segment.mask.shape[0]
     alpha = state.multipliers.log_alpha.detach().exp()
     row = segment.successor * segment.mask.shape[1] + torch.arange(segment.mask.shape[1], device=segment.mask.device)
     columns = {
@@ -114,7 +115,7 @@ def draw_reppo(state: ReppoState, settings: ReppoConfig, segment: Segment, gen: 
 
 
 @torch.no_grad()
-def begin_reppo_tick(state: ReppoState, settings: ReppoConfig, segment: Segment) -> None:
+def begin_reppo_tick(state: ReppoState, segment: Segment, settings: ReppoConfig) -> None:
     """Count the tick and set the annealed learning rates."""
     now = state.progress
     now.lost += segment.lost
@@ -126,7 +127,7 @@ def begin_reppo_tick(state: ReppoState, settings: ReppoConfig, segment: Segment)
 
 
 @torch.no_grad()
-def evaluate_segment(state: ReppoState, settings: ReppoConfig, segment: Segment, gen: Generator) -> Evaluated:
+def evaluate_segment(state: ReppoState, segment: Segment, settings: ReppoConfig, gen: Generator) -> Evaluated:
     """Draw an action for every observation of a segment and evaluate both. The weights are still those that acted."""
 
     def evaluate(obs: Obs) -> Tensor:  # rows [R, N, ...] -> [R, N, 2 + F]: value, log-probability, embedding
@@ -156,13 +157,13 @@ def soft_returns(settings: ReppoConfig, segment: Segment, evaluated: Evaluated, 
 # -- updates ----------------------------------------------------------------------------------------------------------
 
 
-def reppo_update(state: ReppoState, inputs: ReppoConfig, batch: ReppoMinibatch, gen: Generator) -> Metrics:
+def reppo_update(state: ReppoState, batch: ReppoMinibatch, settings: ReppoConfig, gen: Generator) -> Metrics:
     """Take one step of the critic, then one of policy and multipliers. Mutates ``state`` only."""
     share = batch.mask / batch.mask.sum().clamp(min=1)
-    return {**embedding_critic_step(state, inputs, batch, share), **policy_step(state, inputs, batch, share, gen)}
+    return {**embedding_critic_step(state, batch, settings, share), **policy_step(state, batch, settings, share, gen)}
 
 
-def embedding_critic_step(state: ReppoState, settings: ReppoConfig, batch: ReppoMinibatch, share: Tensor) -> Metrics:
+def embedding_critic_step(state: ReppoState, batch: ReppoMinibatch, settings: ReppoConfig, share: Tensor) -> Metrics:
     """Step on the cross-entropy to the target's histogram and the squared error of the predicted next embedding.
 
     Args:
@@ -187,7 +188,7 @@ def embedding_critic_step(state: ReppoState, settings: ReppoConfig, batch: Reppo
 
 
 def policy_step(
-    state: ReppoState, settings: ReppoConfig, batch: ReppoMinibatch, share: Tensor, gen: Generator
+    state: ReppoState, batch: ReppoMinibatch, settings: ReppoConfig, share: Tensor, gen: Generator
 ) -> Metrics:
     """Step on alpha log pi(a|s) - Q(s, a) in rows within the KL bound and on beta KL in the others; and, with both
     errors held constant, on alpha (entropy - target entropy) - beta (KL - bound).
@@ -237,13 +238,13 @@ def divergence(policy: StochasticPolicy, settings: ReppoConfig, old: Tensor, new
 # -- wiring -----------------------------------------------------------------------------------------------------------
 
 
-def reppo_counts(config: Config) -> Counts:
+def reppo_counts(config: Config[ReppoConfig]) -> Counts:
     """Return counts for one rollout per tick and all its updates."""
-    p = own(config, ReppoConfig)
+    p = config.algo
     return Counts(p.horizon, {"learner": p.passes * p.minibatches}, 1)
 
 
-def check_reppo(config: Config, spec: EnvSpec, counts: Counts, device: torch.device) -> int:
+def check_reppo(config: Config[ReppoConfig], spec: EnvSpec, counts: Counts, device: torch.device) -> int:
     """Check a config against an environment spec. Returns the rollout's rows T.
 
     Raises:
@@ -251,15 +252,15 @@ def check_reppo(config: Config, spec: EnvSpec, counts: Counts, device: torch.dev
     """
     check_continuous(config, spec)
     check_obs(config, spec)
-    p, size = own(config, ReppoConfig), cast(Box, spec.action).size
+    p, size = config.algo, cast(Box, spec.action).size
     embedding = p.critic.hidden[-1] if p.critic.net is None else 0
     check_room("algo.horizon", p.horizon, spec, 2 * size + embedding, device)
     return p.horizon
 
 
-def make_reppo_policy(config: Config, spec: EnvSpec, amp: bool = False) -> StochasticPolicy:
+def make_reppo_policy(config: Config[ReppoConfig], spec: EnvSpec, amp: bool = False) -> StochasticPolicy:
     """Create a freshly initialised policy network. Evaluation, loading and export compute in float32."""
-    net = own(config, ReppoConfig).policy
+    net = config.algo.policy
     if net.net is not None:
         body: Body | OwnBody = OwnBody(custom_network(config, spec, "policy"), read_specs(config, spec))
     else:
@@ -267,9 +268,9 @@ def make_reppo_policy(config: Config, spec: EnvSpec, amp: bool = False) -> Stoch
     return StochasticPolicy(body, DiagGaussian(cast(Box, spec.action).size, squash=True), None, amp)
 
 
-def make_reppo_critic(config: Config, spec: EnvSpec) -> EmbeddingCritic:
+def make_reppo_critic(config: Config[ReppoConfig], spec: EnvSpec) -> EmbeddingCritic:
     """Create a freshly initialised critic."""
-    net, size = own(config, ReppoConfig).critic, cast(Box, spec.action).size
+    net, size = config.algo.critic, cast(Box, spec.action).size
     atoms, layers = torch.linspace(net.v_min, net.v_max, net.atoms), make_layers(net)
     if net.net is None:
         embedder = Embedder(make_input(config, spec, "critic"), size, layers)
@@ -286,18 +287,20 @@ def probe_embedder(network: nn.Module, obs: Obs, action: Tensor) -> Outputs:
     return [("forward(obs, action)", network(obs, action), [2, "F"])]
 
 
-def make_reppo_state(config: Config, policy: StochasticPolicy, critic: EmbeddingCritic, num_envs: int) -> ReppoState:
+def make_reppo_state(
+    config: Config[ReppoConfig], policy: StochasticPolicy, critic: EmbeddingCritic, num_envs: int
+) -> ReppoState:
     """Create the learner's state on the networks' device."""
-    p, flat = own(config, ReppoConfig), Flat(critic, trained=True)
+    p, flat = config.algo, Flat(critic, trained=True)
     multipliers = Multipliers(p.alpha, p.beta).to(flat.data.device)
     optimizer = make_adamw(Flat(PolicyAndMultipliers(policy, multipliers), trained=True), p.policy)
     now = Progress(flat.data.device, p.horizon * num_envs)
     return ReppoState(policy, multipliers, flat, optimizer, make_adamw(flat, p.critic), now)
 
 
-def wire_reppo(setup: Setup) -> Wiring:
+def wire_reppo(setup: Setup[ReppoConfig]) -> Wiring:
     """Create the rollout, its collector and its learner."""
-    config, spec, home, p = setup.config, setup.spec, setup.devices["learner"], own(setup.config, ReppoConfig)
+    config, spec, home, p = setup.config, setup.spec, setup.devices["learner"], setup.config.algo
     policy, critic = seeded(
         lambda: (make_reppo_policy(config, spec, p.amp), make_reppo_critic(config, spec)), setup.init_seed
     )
@@ -309,15 +312,13 @@ def wire_reppo(setup: Setup) -> Wiring:
     now = state.progress
 
     def draw(count: int, gen: Generator) -> Iterator[ReppoMinibatch]:
-        return draw_reppo(state, p, rollout.segment(), gen)
+        return draw_reppo(state, rollout.segment(), p, gen)
 
     gen, size = setup.generator("learner", "v"), sum(w.numel() for w in policy.parameters())
-    learner = Learner("learner", state, reppo_update, draw, p, gen, trains=("v", "p"), clock=now.ticks)
-    roles = {
-        "learner": Role(pulls={}, owns={"policy": [state.optimizer.flat.data[:size], now.ticks]}, learner=learner),
-        "collector": Role(pulls={"policy": [Flat(actor.policy).data, actor.version]}, owns={}),
-    }
-    return Wiring(collector, roles, policy, {"rollout/bootstrap_lost": now.lost})
+    publishes = {"policy": [state.optimizer.flat.data[:size], now.ticks]}
+    learner = Learner("learner", state, reppo_update, p, draw, gen, {}, publishes, trains=("v", "p"), clock=now.ticks)
+    pulls = {"policy": [Flat(actor.policy).data, actor.version]}
+    return Wiring(collector, pulls, {}, [learner], policy, {"rollout/bootstrap_lost": now.lost})
 
 
 FAMILY = Family(ReppoConfig, reppo_counts, check_reppo, wire_reppo, make_reppo_policy)

@@ -10,43 +10,34 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from math import gcd
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Generator
 
-from pql.algos.registry import (
-    Family,
-    Role,
-    Setup,
-    Wiring,
-    advice,
-    make_adamw,
-    make_lr_schedule,
-    make_normalizer,
-    make_ring,
-    ring_rows,
-)
+from pql.algos.builders import advice, make_normalizer, make_ring, ring_rows
+from pql.algos.registry import A, Family, Setup, Wiring
 from pql.collect.actors import EpsilonActor
 from pql.collect.collector import Collector
 from pql.collect.epsilon import STORED, Epsilon
 from pql.config import Config, DqnConfig
 from pql.config.algorithms import DuelingConfig
-from pql.config.families import own
-from pql.config.groups import DistributionalNetConfig, PriorityConfig, TrainedNetConfig
+from pql.config.groups import PriorityConfig
+from pql.config.networks import CategoricalConfig, TrainedNetConfig
 from pql.contract.env import Discrete, EnvSpec
 from pql.data.normalize import Normalizer
 from pql.data.priority import Prioritized, PriorityRule, Ranked
 from pql.data.replay import Cursor, Replay
-from pql.engine.optim import Clock, Optimizer, RMSProp
+from pql.engine.flat import Flat
+from pql.engine.optim import Clock, Optimizer, RMSProp, make_adamw, make_lr_schedule
 from pql.engine.schedule import LONGEST_HORIZON, Counts
-from pql.engine.worker import Learner, State
+from pql.engine.worker import Learner, State, Tensors, Update
 from pql.errors import ConfigError
 from pql.nets.actor_critic import OwnBody
 from pql.nets.encoders import custom_network, groups_of, make_input, make_layers, read_specs
-from pql.nets.mlp import Flat, NetInput, seeded
+from pql.nets.mlp import NetInput, seeded
 from pql.nets.q import QNetwork, QuantileNetwork
-from pql.types import Batch, Metrics, split
+from pql.types import Batch, split
 
 GATHERED = 16 << 20  # largest gather of observations for several batches, in bytes
 
@@ -75,25 +66,25 @@ class ValueBased:
     Attributes:
         settings: class of ``config.algo``.
         network: (config, spec) -> the network on the CPU.
-        update: (state, settings, batch, gen) -> metrics.
+        update: (state, batch, settings, gen) -> metrics.
     """
 
     settings: type[DqnConfig]
     network: Callable[[Config, EnvSpec], QNetwork]
-    update: Callable[[Any, Any, Batch, Generator], Metrics]
+    update: Update[Any, Batch, Any]
 
-    def family(self) -> Family:
+    def family(self) -> Family[DqnConfig]:
         """Return the entry for the algorithm registry."""
         return Family(self.settings, value_counts, check_value_based, partial(wire_value_based, self), self.network)
 
 
-def value_counts(config: Config) -> Counts:
+def value_counts(config: Config[DqnConfig]) -> Counts:
     """Return the smallest tick with whole numbers of steps and updates.
 
     Raises:
         ConfigError: there is none up to 64 steps.
     """
-    algo = own(config, DqnConfig)
+    algo = config.algo
     ratio = Fraction(str(algo.v_per_step))
     if ratio.denominator > LONGEST_HORIZON:
         raise ConfigError(
@@ -104,13 +95,13 @@ def value_counts(config: Config) -> Counts:
     return Counts(ratio.denominator, {"v": ratio.numerator}, 1)
 
 
-def target_updates(config: Config, counts: Counts) -> int:
+def target_updates(config: Config[DuelingConfig], counts: Counts) -> int:
     """Return ``algo.target_period`` in updates.
 
     Raises:
         ConfigError: it is not a whole number of updates; the message names the nearest period that is.
     """
-    period = own(config, DuelingConfig).target_period
+    period = config.algo.target_period
     steps, updates = counts.horizon * config.num_envs, counts.updates["v"]
     if period * updates % steps == 0:
         return period * updates // steps
@@ -123,7 +114,7 @@ def target_updates(config: Config, counts: Counts) -> int:
     )
 
 
-def check_value_based(config: Config, spec: EnvSpec, counts: Counts, device: torch.device) -> int:
+def check_value_based(config: Config[DuelingConfig], spec: EnvSpec, counts: Counts, device: torch.device) -> int:
     """Check a config against an environment spec. Returns the replay's rows T.
 
     Raises:
@@ -132,7 +123,7 @@ def check_value_based(config: Config, spec: EnvSpec, counts: Counts, device: tor
     """
     check_acting(config, spec)
     target_updates(config, counts)
-    prioritized = own(config, DuelingConfig).priority.alpha > 0
+    prioritized = config.algo.priority.alpha > 0
     leaf = ("priority",) * 2 if prioritized else ()  # the sum tree takes two numbers per row
     return ring_rows(config, spec, counts, device, (*stored_columns(config), *leaf), prioritized)
 
@@ -145,44 +136,64 @@ def check_acting(config: Config, spec: EnvSpec) -> None:
         groups_of(acting(config), spec, "critic")
 
 
-def wire_value_based(kind: ValueBased, setup: Setup) -> Wiring:
+def wire_value_based(kind: ValueBased, setup: Setup[DqnConfig]) -> Wiring:
     """Create the replay, its collector and the V-learner."""
-    config, spec, algo = setup.config, setup.spec, own(setup.config, DqnConfig)
+    config, spec, algo = setup.config, setup.spec, setup.config.algo
     net = seeded(partial(kind.network, config, spec), setup.init_seed)
     norm = make_normalizer(setup)
     ring = make_ring(setup, "v", extra=stored_columns(config))
     epsilon = Epsilon(algo.epsilon, spec.num_envs, spec.device)
     actor = EpsilonActor(copy.deepcopy(net).to(spec.device), epsilon, spec, bool(stored_columns(config)))
     collector = Collector(setup.env, actor, norm, [ring], setup.generator("collector"), setup.capture)
-    value = value_role(kind, setup, net, norm, ring)
-    acts = Role(pulls={"policy": [Flat(actor.policy).data]}, owns={"norm": norm.frozen(), "rows": ring.live.tensors()})
-    assert value.cursor is not None
-    assert value.learner is not None
-    gauges = {"replay/bootstrap_lost": value.cursor.lost, "explore/epsilon": epsilon.mean}
-    state = cast(ValueState, value.learner.state)
+    return value_wiring(collector, ring, make_value_learner(kind, setup, net, norm, ring), epsilon)
+
+
+def value_wiring(collector: Collector, ring: Replay, learner: Learner, epsilon: Epsilon) -> Wiring:
+    """Return the wiring of a collector that fills ``ring`` and a V-learner whose state is a :class:`ValueState`."""
+    state = cast(ValueState, learner.state)
+    publishes = {"norm": collector.normalizer.frozen(), "rows": ring.live.tensors()}
+    gauges = {"explore/epsilon": epsilon.mean}
+    if learner.lost is not None:
+        gauges["replay/bootstrap_lost"] = learner.lost
     if state.priorities is not None:
         gauges["replay/beta"] = state.priorities.beta
-    return Wiring(collector, {"v": value, "collector": acts}, state.q, gauges)
+    return Wiring(collector, {"policy": [Flat(collector.actor.policy).data]}, publishes, [learner], state.q, gauges)
 
 
-def value_role(kind: ValueBased, setup: Setup, net: QNetwork, norm: Normalizer, ring: Replay) -> Role:
-    """Create the V-learner: network and target, optional priorities, and private copies of normaliser and cursor."""
+def make_value_learner(
+    kind: ValueBased, setup: Setup[DqnConfig], net: QNetwork, norm: Normalizer, ring: Replay
+) -> Learner:
+    """Create the V-learner: network and target, optional priorities, and its copies of normaliser and cursor."""
     config, counts, device = setup.config, setup.counts, ring.device
-    algo = own(config, DqnConfig)
+    algo = config.algo
     net.amp = algo.amp  # of the learner's own networks; the collector has its copy
     flat, target = Flat(net.to(device), trained=True), Flat(copy.deepcopy(net).to(device))
     ranked = make_priorities(config, ring, counts)
     every = target_updates(config, counts)
     state = ValueState(flat, target, make_optimizer(config, flat), Clock(device), every, ranked)
     ring.constants(algo.n_step, algo.gamma)  # the copy to the device would stall the first tick
-    cursor, private = Cursor(ring.num_envs, device), norm.copy_to(device)
-    draw = TransitionDraw(algo, ring, cursor, private, ranked)
-    begin = rest = None
+    cursor, norm = Cursor(ring.num_envs, device), norm.copy_to(device)
+    draw = TransitionDraw(algo, ring, cursor, norm, ranked)
+    learner = replay_learner(setup, state, kind.update, draw)
     if ranked is not None:
-        begin, rest = partial(ranked.begin, cursor), partial(ranked.open, cursor, private.reward_scale)
-    learner = Learner("v", state, kind.update, draw, algo, setup.generator("v"), begin=begin, rest=rest)
-    pulls = {"norm": private.frozen(), "rows": cursor.tensors()}
-    return Role(pulls, {"policy": [flat.data]}, learner, cursor)
+        learner.begin, learner.rest = partial(ranked.begin, cursor), partial(ranked.open, cursor, norm.reward_scale)
+    return learner
+
+
+def replay_learner(setup: Setup[Any], state: ValueState, update: Update[Any, Any, Any], draw: "ReplayDraw") -> Learner:
+    """Return the V-learner that trains ``state`` on the batches of ``draw``."""
+    pulls, gen, cursor = {"norm": draw.norm.frozen(), "rows": draw.cursor.tensors()}, setup.generator("v"), draw.cursor
+    publishes: Tensors = {"policy": [state.q.data]}
+    return Learner("v", state, update, setup.config.algo, draw, gen, pulls, publishes, ("v",), cursor.lost)
+
+
+class ReplayDraw(Protocol):
+    """Draws batches from a replay, with the V-learner's copies of cursor and normaliser."""
+
+    cursor: Cursor
+    norm: Normalizer
+
+    def __call__(self, count: int, gen: Generator) -> Iterator[Any]: ...
 
 
 @dataclass
@@ -224,9 +235,9 @@ def update_shares(count: int, size: int) -> list[int]:
     return [min(most, count - done) for done in range(0, count, most)]
 
 
-def make_priorities(config: Config, ring: Replay, counts: Counts) -> Prioritized | None:
+def make_priorities(config: Config[DqnConfig], ring: Replay, counts: Counts) -> Prioritized | None:
     """Create priorities over the ring, or return None if rows are drawn uniformly."""
-    algo = own(config, DqnConfig)
+    algo = config.algo
     wanted = algo.priority
     if wanted.alpha == 0:
         return None
@@ -240,14 +251,14 @@ def make_rule(wanted: PriorityConfig, ring: Replay, counts: Counts, clip: float 
     return PriorityRule(wanted.alpha, wanted.beta, wanted.beta_steps, counts.horizon * ring.num_envs, clip)
 
 
-def stored_columns(config: Config) -> tuple[str, ...]:
+def stored_columns(config: Config[DuelingConfig]) -> tuple[str, ...]:
     """Return the columns that the actor stores in addition to its actions."""
-    wanted = own(config, DuelingConfig).priority
+    wanted = config.algo.priority
     return STORED if wanted.alpha > 0 and wanted.initial == "actor" else ()
 
 
-def make_optimizer(config: Config, flat: Flat) -> Optimizer:
-    algo = own(config, DuelingConfig)
+def make_optimizer(config: Config[DuelingConfig], flat: Flat) -> Optimizer:
+    algo = config.algo
     net = algo.critic
     if algo.optimizer == "rmsprop":
         return RMSProp(flat, net.lr, net.grad_clip, algo.rms_decay, net.eps)
@@ -256,7 +267,7 @@ def make_optimizer(config: Config, flat: Flat) -> Optimizer:
     return optimizer
 
 
-def acting(config: Config) -> Config:
+def acting(config: Config[A]) -> Config[A]:
     """Return the config with the network's observations named; the default is the policy's observations."""
     critic = critic_of(config)
     return with_critic(config, replace(critic, obs=critic.obs or ["policy"]))
@@ -268,7 +279,7 @@ def critic_of(config: Config) -> TrainedNetConfig:
     return critic
 
 
-def with_critic(config: Config, critic: TrainedNetConfig) -> Config:
+def with_critic(config: Config[A], critic: TrainedNetConfig) -> Config[A]:
     """Return the config with other settings of the value network."""
     algo: Any = config.algo
     return replace(config, algo=replace(algo, critic=critic))
@@ -288,7 +299,7 @@ def make_q_network(config: Config, spec: EnvSpec) -> QNetwork:
     algo, net = config.algo, critic_of(config)
     source = make_value_input(config, spec)
     atoms = None
-    if isinstance(net, DistributionalNetConfig) and net.atoms is not None:
+    if isinstance(net, CategoricalConfig) and net.atoms is not None:
         atoms = torch.linspace(net.v_min, net.v_max, net.atoms)
     layers, actions = make_layers(net), cast(Discrete, spec.action).n
     if not isinstance(algo, DqnConfig):

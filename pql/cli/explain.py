@@ -187,7 +187,7 @@ def dry_run(overrides: Sequence[str]) -> int:
 
 def parameters(parts: "Parts") -> dict[str, int]:
     """Return the number of trained parameters of each learner, by name."""
-    from pql.nets.mlp import Flat
+    from pql.engine.flat import Flat
     from pql.run.policy import networks_of
 
     out = {}

@@ -93,11 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.__cause__ is not None:
             traceback.print_exception(error.__cause__)
         print_cause(error, str(error))
-        if isinstance(error, HungError) and argv is None:  # a hung thread must not keep the process alive
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)
-        return 1
+        return leave_at_once(error) if argv is None else 1
     except KeyboardInterrupt as error:  # before or after the part of a run that can be saved
         print(f"pql: interrupted: {error}" if error.args else "pql: interrupted", file=sys.stderr)
         return 130
@@ -110,9 +106,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         traceback.print_exception(error)
         what = "make room or choose another place" if isinstance(error, OSError) else "the lines above say where"
         print_cause(error, f"{words[0]} failed: {first_line(error)}; {what}")
-        return 1
+        return leave_at_once(error) if argv is None else 1
     finally:
         warnings.formatwarning = plain
+
+
+def leave_at_once(error: BaseException | None) -> int:
+    """Return 1; end the process instead, without freeing anything, where that would hang or crash.
+
+    A hung thread keeps the process alive. After an error of a kernel, freeing a tensor of the device aborts it.
+    """
+    torch = sys.modules.get("torch")
+    while error is not None:
+        if isinstance(error, HungError) or (torch and isinstance(error, torch.AcceleratorError)):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+        error = error.__cause__
+    return 1
 
 
 def print_cause(error: Exception, text: str) -> None:

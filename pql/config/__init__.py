@@ -14,18 +14,15 @@ from pql.config.algorithms import (
     ReppoConfig,
     SacConfig,
 )
-from pql.config.groups import (
+from pql.config.groups import EpsilonConfig, MunchausenConfig, VtraceConfig
+from pql.config.networks import (
     CriticConfig,
     DeterministicPolicyConfig,
-    DistributionalNetConfig,
     EncoderConfig,
-    EpsilonConfig,
-    MunchausenConfig,
     QuantileNetConfig,
     RolloutPolicyConfig,
     TrainedNetConfig,
     ValueEncoderConfig,
-    VtraceConfig,
 )
 from pql.config.schema import (
     BudgetConfig,
@@ -48,7 +45,6 @@ __all__ = [
     "CriticConfig",
     "DdpgConfig",
     "DeterministicPolicyConfig",
-    "DistributionalNetConfig",
     "DqnConfig",
     "EncoderConfig",
     "EpsilonConfig",

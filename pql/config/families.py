@@ -37,7 +37,13 @@ def record_of(algo: Any) -> type[AlgoConfig]:
 
 
 def own(config: "Config", record: type[A]) -> A:
-    """``config.algo``, which is a ``record``."""
+    """Return ``config.algo``, which is a ``record``.
+
+    Families have no use for it: what they are given is a ``Config[RECORD]``.
+
+    Raises:
+        TypeError: it is another family's.
+    """
     if not isinstance(config.algo, record):
         raise TypeError(f"algo={config.algo.name} has {type(config.algo).__name__}, not {record.__name__}")
     return config.algo

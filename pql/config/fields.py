@@ -89,7 +89,23 @@ def setting(
     limits = None
     if low is not None or above is not None:
         limits = Range(low if low is not None else above, high, low is not None)  # type: ignore[arg-type]
-    metadata = {KEY: Declaration(doc, limits, choices, when, replaces, ranks, weights)}
+    return _field(default, Declaration(doc, limits, choices, when, replaces, ranks, weights))
+
+
+def like(record: type, name: str, default: Any = dataclasses.MISSING, **changes: Any) -> Any:
+    """Return a dataclass field for a setting that ``record`` declares.
+
+    Args:
+        default: another default.
+        changes: other attributes of its :class:`Declaration`.
+    """
+    field = {one.name: one for one in dataclasses.fields(record)}[name]
+    value = getattr(record(), name) if default is dataclasses.MISSING else default
+    return _field(value, dataclasses.replace(field.metadata[KEY], **changes))
+
+
+def _field(default: Any, declaration: Declaration) -> Any:
+    metadata = {KEY: declaration}
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)

@@ -9,7 +9,7 @@ import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic
 
 from pql.config.algorithms import AlgoConfig, DdpgConfig
 from pql.config.families import record_of
@@ -17,6 +17,13 @@ from pql.config.fields import group, setting, settings, types_of
 from pql.config.migrate import migrated
 from pql.contract.plugins import entry_points
 from pql.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar  # with a default
+
+    A_co = TypeVar("A_co", bound=AlgoConfig, covariant=True, default=AlgoConfig)
+else:
+    A_co = typing.TypeVar("A_co", bound=AlgoConfig, covariant=True)
 
 MANY = 10**15
 DEVICE = "a device; null: the run's device."
@@ -207,11 +214,11 @@ class LoggerConfig:
 
 
 @dataclass(frozen=True)
-class Config:
-    """Configuration of a run."""
+class Config(Generic[A_co]):
+    """Configuration of a run; ``Config[SacConfig]`` is that of a run whose ``algo`` is a ``SacConfig``."""
 
     task: TaskConfig = group(TaskConfig, "The environment.")
-    algo: AlgoConfig = group(DdpgConfig, "The algorithm.", name="pql")
+    algo: A_co = group(DdpgConfig, "The algorithm.", name="pql")
     replay: ReplayConfig = group(ReplayConfig, "The replay.")
     placement: PlacementConfig = group(PlacementConfig, "Devices, threads and time limits.")
     budget: BudgetConfig = group(BudgetConfig, "Limits of the run.")
@@ -300,7 +307,7 @@ def _build(cls: type, data: Any, prefix: str) -> Any:
     values = {}
     for key, value in data.items():
         hint, name = hints[key], f"{prefix}{key}"
-        if hint is AlgoConfig:
+        if hint is A_co:
             hint = record_of(value)
         is_group = isinstance(hint, type) and dataclasses.is_dataclass(hint)
         values[key] = _build(hint, value, f"{name}.") if is_group else _typed(name, value, hint)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pql.config import Config
+from pql.config.algorithms import RECORDS
 from pql.config.fields import Range, settings
 from pql.config.groups import CentralConfig
 from pql.config.schema import logger_names
@@ -49,7 +50,7 @@ def validate(config: Config) -> Config:
     if config.logger.kind not in (known := logger_names()):
         kind = config.logger.kind
         raise ConfigError("logger.kind", kind, f"one of {', '.join(known)}{nearest(kind, known)}")
-    config.algo.check_schedule()
+    config.algo.check_schedule(RECORDS)
     _check_replicas(config)
     _check_together(config)
     return config

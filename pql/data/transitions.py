@@ -10,6 +10,7 @@ A file is one safetensors file with one tensor per column, in one of two layouts
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -150,70 +151,97 @@ def read_transitions(
         extra: names of additional numbers that the ring stores.
         whole: groups before the ring reduces their images. The file may have these, too.
     """
-    try:
-        file = expanded(setting, path)
-        check_header(file)
-        data = load_file(file)
-        with safe_open(file, "pt") as opened:
-            older = (opened.metadata() or {}).get("format") == "pql-replay-1"
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ConfigError(setting, path, f"a safetensors file ({error})") from error
-
-    def column(name: str) -> Tensor:
-        if name not in data:
-            has = ", ".join(sorted(data))
-            raise ConfigError(setting, path, f"a column {name}{nearest(name, data)}; it has {has or 'none'}")
-        return data[name]
-
-    reward = column("reward")
+    file = _File(setting, path)
+    reward = file.column("reward")
     flat, lead = reward.dim() == 1, list(reward.shape)
     if reward.dim() not in (1, 2):
         raise ConfigError(setting, path, f"a column reward of shape [T, N] or [M], not {lead}")
-    out: Columns = {}
+    shape_of = (lambda s: s.shape) if flat else kept_shape
+    groups = {k: _Group(s.dtype, shape_of(s), shape_of((whole or obs)[k])) for k, s in obs.items()}
+    file.take_obs("obs", lead if flat else [lead[0] + 1, lead[1]], groups)
+    file.take("reward", lead, "float")
+    file.take("terminated", lead, "bool")
+    file.take("truncated", lead, "bool")
+    if action is not None:
+        file.take("action", [*lead, *action.shape[1:]], "float" if action.is_floating_point() else "int64")
+        for name in extra:
+            file.take(f"extra.{name}", lead, "float", torch.zeros(lead))
+    if flat:
+        file.take_obs("next_obs", lead, groups)
+        return file.taken
+    return with_fillers(_take_rows(file, lead, groups))
 
-    def take(name: str, shape: list[int], kind: str, default: Tensor | None = None, also: str = "") -> None:
-        value = default if default is not None and name not in data else column(name)
+
+class _Group(NamedTuple):
+    """An observation group as a file holds it: its type, and the shapes that the ring stores and before reduction."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    whole: tuple[int, ...]
+
+
+class _File:
+    """A file's columns; those that have been checked are in ``taken``.
+
+    Raises:
+        ConfigError: no safetensors file, or a column that is missing or does not fit; names it.
+    """
+
+    def __init__(self, setting: str, path: str | Path):
+        self.setting, self.path = setting, path
+        self.taken: Columns = {}
+        try:
+            file = expanded(setting, path)
+            check_header(file)
+            self.data = load_file(file)
+            with safe_open(file, "pt") as opened:
+                self.older = (opened.metadata() or {}).get("format") == "pql-replay-1"
+        except (OSError, ValueError, SafetensorError) as error:
+            raise ConfigError(setting, path, f"a safetensors file ({error})") from error
+
+    def column(self, name: str) -> Tensor:
+        if name not in self.data:
+            has = ", ".join(sorted(self.data)) or "none"
+            raise ConfigError(self.setting, self.path, f"a column {name}{nearest(name, self.data)}; it has {has}")
+        return self.data[name]
+
+    def take(self, name: str, shape: list[int], kind: str, default: Tensor | None = None, also: str = "") -> None:
+        """Check a column; ``default`` stands for one that is missing, ``also`` tells of other shapes in an error."""
+        value = default if default is not None and name not in self.data else self.column(name)
         fits = value.is_floating_point() if kind == "float" else value.dtype == getattr(torch, kind)
         if list(value.shape) != shape or not fits:
             have = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-            raise ConfigError(setting, path, f"a column {name} of {kind} {shape}{also}, not {have}")
-        out[name] = value
+            raise ConfigError(self.setting, self.path, f"a column {name} of {kind} {shape}{also}, not {have}")
+        self.taken[name] = value
 
-    def take_obs(prefix: str, count: list[int]) -> None:
-        for k, s in obs.items():
+    def take_obs(self, prefix: str, count: list[int], groups: Mapping[str, _Group]) -> None:
+        """Check the columns [*count, ...] of all groups; whole images of bytes are reduced."""
+        for k, (dtype, shape, whole) in groups.items():
             name = f"{prefix}.{k}"
-            shape, full = (x.shape if flat else kept_shape(x) for x in (s, s if whole is None else whole[k]))
-            if shape != full and column(name).shape == (*count, *full) and column(name).dtype == torch.uint8:
-                rows = column(name).flatten(0, len(count) - 1)
-                data[name] = in_parts(rows, shape).view(*count, *shape)
-            kind = "float" if s.dtype.is_floating_point else str(s.dtype).removeprefix("torch.")
-            also = f" or of whole images {[*count, *full]}" if shape != full else ""
-            take(name, [*count, *shape], kind, also=also)
+            if shape != whole and self.column(name).shape == (*count, *whole) and self.data[name].dtype == torch.uint8:
+                rows = self.data[name].flatten(0, len(count) - 1)
+                self.data[name] = in_parts(rows, shape).view(*count, *shape)
+            kind = "float" if dtype.is_floating_point else str(dtype).removeprefix("torch.")
+            also = f" or of whole images {[*count, *whole]}" if shape != whole else ""
+            self.take(name, [*count, *shape], kind, also=also)
 
-    take_obs("obs", lead if flat else [lead[0] + 1, lead[1]])
-    take("reward", lead, "float")
-    take("terminated", lead, "bool")
-    take("truncated", lead, "bool")
-    if action is not None:
-        take("action", [*lead, *action.shape[1:]], "float" if action.is_floating_point() else "int64")
-        for name in extra:
-            take(f"extra.{name}", lead, "float", torch.zeros(lead))
-    if flat:
-        take_obs("next_obs", lead)
-        return out
-    take("first", lead, "bool", out["terminated"] | out["truncated"])
-    take("valid", lead, "bool", torch.ones(lead, dtype=torch.bool))
-    take("length", lead[1:], "int64", torch.full(lead[1:], lead[0]))
-    finals = list(data.get("final_row", torch.empty(0)).shape)
-    take("final_row", finals, "int64", torch.empty(0, dtype=torch.int64))
+
+def _take_rows(file: _File, lead: list[int], groups: Mapping[str, _Group]) -> Columns:
+    """Return the columns of a file of rows, ``lead`` = [T, N]."""
+    out = file.taken
+    file.take("first", lead, "bool", out["terminated"] | out["truncated"])
+    file.take("valid", lead, "bool", torch.ones(lead, dtype=torch.bool))
+    file.take("length", lead[1:], "int64", torch.full(lead[1:], lead[0]))
+    finals = list(file.data.get("final_row", torch.empty(0)).shape)
+    file.take("final_row", finals, "int64", torch.empty(0, dtype=torch.int64))
     if finals != [0]:
-        take_obs("final_obs", finals)
+        file.take_obs("final_obs", finals, groups)
     else:
-        out |= {f"final_obs.{k}": out[f"obs.{k}"][:0, 0] for k in obs}
+        out |= {f"final_obs.{k}": out[f"obs.{k}"][:0, 0] for k in groups}
     for name, top in (("length", lead[0]), ("final_row", lead[0] * lead[1] - 1)):
         if ((out[name] < 0) | (out[name] > top)).any():
-            raise ConfigError(setting, path, f"a column {name} within 0 to {top}")
-    if older:  # release 0.2: only ``final_row`` says which final observations are known
+            raise ConfigError(file.setting, file.path, f"a column {name} within 0 to {top}")
+    if file.older:  # release 0.2: only ``final_row`` says which final observations are known
         known = torch.zeros(lead, dtype=torch.bool).view(-1).index_fill_(0, out["final_row"], True).view(lead)
         out["first"] = out["first"] | out["truncated"] & ~known
-    return with_fillers(out)
+    return out

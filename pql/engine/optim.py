@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from pql.config.algorithms import ReplayAlgoConfig
+from pql.config.networks import TrainedNetConfig
 from pql.engine.collectives import ALONE, Group
+from pql.engine.flat import Flat
 from pql.engine.graph import host_reads
-from pql.nets.mlp import Flat
 
 
 class Optimizer:
@@ -277,3 +279,15 @@ def follow(target: Flat, source: Flat, clock: Clock, period: int, tau: float = 1
     due = (clock.updates % period == 0).to(source.data.dtype)
     # polyak with tau 1 copies bit for bit, with 0 it changes nothing.
     polyak(target, source, due if tau == 1 else due * tau)
+
+
+def make_adamw(flat: Flat, net: TrainedNetConfig, kind: type[AdamW] = AdamW) -> AdamW:
+    """Create the optimiser of a network with its settings."""
+    return kind(flat, net.lr, net.grad_clip, net.weight_decay, net.eps, (net.beta1, net.beta2))
+
+
+def make_lr_schedule(algo: ReplayAlgoConfig, per_update: float = 1.0) -> LrSchedule | None:
+    """Return the schedule of an optimiser that takes ``per_update`` steps per critic update; None: constant."""
+    if algo.lr_schedule == "constant":
+        return None
+    return LrSchedule(algo.lr_schedule, algo.lr_updates * per_update, algo.lr_final)

@@ -143,7 +143,8 @@ def device_memory(device: torch.device) -> int:
     """Return the bytes that this process can still allocate on a CUDA device, within the limit that it has set itself
     (``torch.cuda.set_per_process_memory_fraction``)."""
     free, total = torch.cuda.mem_get_info(device)
-    limit = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    limit = int(torch.cuda.get_per_process_memory_fraction(index) * total)
     return max(0, min(free, limit - torch.cuda.memory_reserved(device)))
 
 

@@ -9,8 +9,8 @@ touches version v, which may still be read: the join of all workers between tick
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import Field, dataclass, fields
+from typing import Any, TypeVar
 
 import torch
 from torch import Generator, Tensor
@@ -74,26 +74,31 @@ class WeightSlot:
             t.copy_(state[k])
 
 
-class State:
-    """Base of the learners' state dataclasses.
+PULLED = {"pulled": True}
+"""Metadata of the fields of a :class:`State` that hold copies of what other workers publish."""
 
-    Its state_dict has the state_dict of every field that has one; other fields are not saved.
+
+class State:
+    """Base of the learners' state dataclasses: what an update changes, and copies of what other workers publish.
+
+    Its state_dict has the state_dict of every field that has one, except copies (``PULLED``); others are not saved.
     """
 
-    def _members(self) -> dict[str, Any]:
-        named = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
-        return {k: v for k, v in named.items() if hasattr(v, "state_dict")}
+    def own(self) -> dict[str, Any]:
+        """Return the fields that are not copies."""
+        declared: tuple[Field[Any], ...] = fields(self)  # type: ignore[arg-type]
+        return {f.name: getattr(self, f.name) for f in declared if "pulled" not in f.metadata}
 
     def state_dict(self) -> dict[str, Any]:
-        return {k: v.state_dict() for k, v in self._members().items()}
+        return {k: v.state_dict() for k, v in self.own().items() if hasattr(v, "state_dict")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for k, v in self._members().items():
-            v.load_state_dict(state[k])
+        for k, v in self.own().items():
+            if hasattr(v, "state_dict"):
+                v.load_state_dict(state[k])
 
     def optimizers(self) -> list[Optimizer]:
-        members = [getattr(self, f.name) for f in fields(self)]  # type: ignore[arg-type]
-        return [member for member in members if isinstance(member, Optimizer)]
+        return [member for member in self.own().values() if isinstance(member, Optimizer)]
 
     def connect(self, group: Group) -> None:
         """Train the same weights as all processes of ``group``: optimisers average their gradients."""
@@ -101,20 +106,45 @@ class State:
             optimizer.connect(group)
 
 
-@dataclass(frozen=True)
+StateT = TypeVar("StateT")
+BatchT = TypeVar("BatchT")
+SettingsT = TypeVar("SettingsT")
+Update = Callable[[StateT, BatchT, SettingsT, Generator], Metrics]
+"""(state, batch, settings, gen) -> metrics, 0-dim. It changes only ``state``; ``settings`` is ``config.algo``."""
+
+Tensors = dict[str, list[Tensor]]
+"""Tensors by the name of the slot that fills or publishes them."""
+
+
+@dataclass
 class Learner:
-    """A learner's job. ``update`` touches only its arguments; ``draw`` reads sealed rows and private copies."""
+    """What a worker that learns does: draw batches and update a state.
+
+    Attributes:
+        name: of the worker.
+        draw: (k, gen) -> k batches. Rows that can be read do not change within a tick.
+        pulls: tensors that slots fill before each tick: copies in ``state`` and of ``draw``.
+        publishes: tensors of ``state`` that others pull.
+        trains: counters of updates that it increments: "v" (value), "p" (policy).
+        lost: 0-dim; bootstraps lost because a simulator gave no final observation. Saved with the run.
+        clock: 0-dim, in ``state``; ticks so far, for schedules that depend on them.
+        begin: called once before a new run's first tick; it may wait for the device.
+        rest: called in place of updates, in a tick that has none.
+    """
 
     name: str
     state: State
-    update: Callable[[Any, Any, Any, Generator], Metrics]  # (state, inputs, batch, gen)
-    draw: Callable[[int, Generator], Iterable[Any]]  # (k, gen) -> k batches; readable rows do not change within a tick
-    inputs: Any  # private copies of tensors published by other workers
+    update: Update[Any, Any, Any]
+    settings: Any
+    draw: Callable[[int, Generator], Iterable[Any]]
     gen: Generator
-    trains: tuple[str, ...] = ()  # update counters that it increments: "v" (value), "p" (policy); default: its name
-    begin: Callable[[], None] | None = None  # called once before a new run's first tick; it may wait for the device
-    rest: Callable[[], None] | None = None  # called in place of updates, in a tick that has none
-    clock: Tensor | None = None  # 0-dim, in ``state``: ticks so far, for schedules that depend on them
+    pulls: Tensors
+    publishes: Tensors
+    trains: tuple[str, ...]
+    lost: Tensor | None = None
+    clock: Tensor | None = None
+    begin: Callable[[], None] | None = None
+    rest: Callable[[], None] | None = None
 
 
 class MetricSum:
@@ -169,7 +199,7 @@ class LearnerJob:
     def _burst(self) -> None:
         one = self.learner
         for batch in one.draw(self.size, one.gen):
-            metrics = one.update(one.state, one.inputs, batch, one.gen)
+            metrics = one.update(one.state, batch, one.settings, one.gen)
             broken = [optimizer.broken for optimizer in one.state.optimizers()]
             self.metrics.add({**metrics, f"skipped/{one.name}": functools.reduce(torch.maximum, broken)})
             watchdog.touch()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pql.config import Config, EncoderConfig
-from pql.config.groups import NetConfig, NormConfig, ResidualConfig, TrunkConfig
+from pql.config.networks import NormConfig, ResidualConfig, StateNetConfig, TrainedNetConfig, TrunkConfig
 from pql.contract.env import Box, EnvSpec, ObsSpec
 from pql.contract.plugins import entry_points
 from pql.contract.registry import import_name
@@ -183,12 +183,12 @@ def make_input(config: Config, spec: EnvSpec, which: str) -> NetInput:
     return NetInput(group, spec.obs[group].shape[0] if encoder is None else encoder.size, encoder)
 
 
-def make_layers(net: NetConfig) -> Layers:
+def make_layers(net: TrainedNetConfig | StateNetConfig) -> Layers:
     """Return the hidden layers of a network's settings."""
     layers = Layers(net.hidden, net.activation, net.layer_norm)
     if isinstance(net, NormConfig):
         return replace(layers, norm=net.norm)
-    if isinstance(net, ResidualConfig):
+    if isinstance(net, ResidualConfig | TrunkConfig):
         layers = replace(layers, trunk=net.trunk, norm=net.norm if net.trunk == "residual" else "layer")
     if not isinstance(net, TrunkConfig):
         return layers

@@ -94,28 +94,33 @@ def make_crew(config: Config) -> Threads | Inline:
 def _assemble(setup: Setup, wiring: Wiring, trace: Trace | None, executor: Executor | None) -> Replica:
     """Create slots, jobs, workers and the schedule for a family's wiring."""
     config, counts, devices = setup.config, setup.counts, setup.devices
-    collector, roles, kind = wiring.collector, wiring.roles, config.algo.schedule
+    collector, kind = wiring.collector, config.algo.schedule
     collector.overlap = config.placement.overlap
-    owned = {name: source for role in roles.values() for name, source in role.owns.items()}
+    learners = {one.name: one for one in wiring.learners}
+    # Learners first: their work is on the GPU's queue before a simulator blocks the host.
+    exchanged = {w: (one.pulls, one.publishes) for w, one in learners.items()}
+    exchanged["collector"] = (wiring.pulls, wiring.publishes)
     lag = {"policy": getattr(config.algo, "policy_lag", 0)}
-    slots = {name: WeightSlot(name, source, lag.get(name, 0)) for name, source in owned.items()}
+    slots = {
+        name: WeightSlot(name, source, lag.get(name, 0))
+        for _, publishes in exchanged.values()
+        for name, source in publishes.items()
+    }
     rounds = 1 if kind == "concurrent" else counts.rounds
     capture: Capture = "off" if kind == "replicas" else setup.capture  # replicas take locks, which cannot be captured
-    learners = {w: role.learner for w, role in roles.items() if role.learner is not None}
     jobs = {w: LearnerJob(learners[w], counts.updates[w] // rounds, devices[w], capture) for w in learners}
     threads = thread_counts(config)
     workers = {
-        # Learners first: their work is on the GPU's queue before a simulator blocks the host.
         w: Worker(
             w,
             jobs.get(w, collector.run),
             devices[w],
-            [(slots[s], t) for s, t in role.pulls.items()],
-            [slots[s] for s in role.owns],
+            [(slots[s], t) for s, t in pulls.items()],
+            [slots[s] for s in publishes],
             threads[w],
             trace,
         )
-        for w, role in roles.items()
+        for w, (pulls, publishes) in exchanged.items()
     }
     schedule: Schedule
     if kind == "concurrent":
@@ -125,10 +130,7 @@ def _assemble(setup: Setup, wiring: Wiring, trace: Trace | None, executor: Execu
     else:
         alone = Inline() if kind == "replicas" else make_inline(config.placement)  # replicas have their own executor
         schedule = Lockstep(workers, counts, executor or alone, collector.behind_target)
-    cursors = {w: role.cursor for w, role in roles.items() if role.cursor is not None}
-    return Replica(
-        config, setup.env, collector, learners, jobs, cursors, wiring.gauges, slots, workers, schedule, wiring.policy
-    )
+    return Replica(config, setup.env, collector, learners, jobs, wiring.gauges, slots, workers, schedule, wiring.policy)
 
 
 def make_policy(config: Config, spec: EnvSpec) -> nn.Module:

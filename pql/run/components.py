@@ -19,14 +19,13 @@ from pql.config import Config
 from pql.contract.env import VecEnv, preparation
 from pql.contract.optional import Resumable, supports
 from pql.data.normalize import Moments
-from pql.data.replay import Cursor
 from pql.engine.collectives import ALONE, Group
 from pql.engine.deadlines import start_limit, step_limit
+from pql.engine.flat import Flat
 from pql.engine.schedule import Counts, Schedule
 from pql.engine.watchdog import touch, watching
 from pql.engine.worker import Learner, LearnerJob, MetricSum, WeightSlot, Worker
 from pql.errors import ConfigError
-from pql.nets.mlp import Flat
 
 
 @dataclass
@@ -46,7 +45,6 @@ class Replica:
     collector: Collector
     learners: dict[str, Learner]
     jobs: dict[str, LearnerJob]
-    cursors: dict[str, Cursor]
     gauges: dict[str, Tensor]
     slots: dict[str, WeightSlot]
     workers: dict[str, Worker]
@@ -69,13 +67,13 @@ class Replica:
 
     def statistics(self) -> list[Moments]:
         """All running statistics, in the same order in every replica."""
-        states = [v for learner in self.learners.values() for v in vars(learner.state).values()]
+        states = [v for learner in self.learners.values() for v in learner.state.own().values()]
         owners = [self.collector.normalizer, *(v for v in states if isinstance(v, nn.Module))]
         return [m for owner in owners for m in owner.modules() if isinstance(m, Moments)]
 
     def state_dict(self) -> dict[str, Any]:
         learners = {k: {"state": v.state.state_dict(), "gen": v.gen.get_state()} for k, v in self.learners.items()}
-        lost = {k: v.lost for k, v in self.cursors.items()}
+        lost = {k: v.lost for k, v in self.learners.items() if v.lost is not None}
         slots = {k: state for k, slot in self.slots.items() if (state := slot.state_dict())}
         return {"collector": self.collector.state_dict(), "learners": learners, "lost": lost, "slots": slots}
 
@@ -85,8 +83,8 @@ class Replica:
         for k, learner in self.learners.items():
             learner.state.load_state_dict(state["learners"][k]["state"])
             learner.gen.set_state(state["learners"][k]["gen"].cpu())
-        for k, cursor in self.cursors.items():
-            cursor.lost.copy_(state["lost"][k])
+            if learner.lost is not None:
+                learner.lost.copy_(state["lost"][k])
         for k, old in state["slots"].items():
             self.slots[k].load_state_dict(old)
 
@@ -184,10 +182,7 @@ class Parts:
     def updates(self) -> dict[str, int]:
         """Updates so far of the critic ("v") and the policy ("p"); equal if one learner trains both."""
         jobs = [job for one in self.replicas for job in one.jobs.values()]
-        return {
-            what: sum(job.updates for job in jobs if what in (job.learner.trains or (job.learner.name,)))
-            for what in ("v", "p")
-        }
+        return {what: sum(job.updates for job in jobs if what in job.learner.trains) for what in ("v", "p")}
 
     def busy(self) -> dict[str, float]:
         """Busy seconds so far by worker; mean over replicas."""

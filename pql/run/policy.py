@@ -22,9 +22,10 @@ from pql.contract.env import EnvSpec, VecEnv
 from pql.contract.spec_json import spec_from_dict, spec_to_dict
 from pql.data.normalize import Normalizer
 from pql.engine.deadlines import start_limit
+from pql.engine.flat import Flat
 from pql.engine.watchdog import watching
 from pql.errors import ConfigError, show
-from pql.nets.mlp import Flat, groups_read
+from pql.nets.mlp import groups_read
 from pql.run.base_policy import BasePolicy
 from pql.run.build import make_policy
 from pql.run.components import Parts

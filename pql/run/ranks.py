@@ -28,11 +28,11 @@ from pql.config.validate import resolve_device, validate
 from pql.data.normalize import Moments
 from pql.engine import deadlines
 from pql.engine.collectives import ALONE, Group, Order, PeerError, explained
+from pql.engine.flat import Flat
 from pql.engine.optim import Optimizer
 from pql.engine.placement import available_cores, thread_counts
 from pql.engine.world import World, end_with_parent, world
 from pql.errors import ConfigError, HungError, PqlError, RunError, first_line, show
-from pql.nets.mlp import Flat
 from pql.run.components import Parts
 from pql.run.store import checkpoint
 from pql.types import bytes_of

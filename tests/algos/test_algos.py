@@ -13,9 +13,10 @@ from oracles import bin_masses, c51_projection, tanh_gaussian_log_prob
 from torch.nn import functional as F
 
 from pql.algos import critics, ddpg, sac
-from pql.config import SacConfig
+from pql.config import DdpgConfig, SacConfig
 from pql.config.compose import compose
 from pql.engine.executors import Inline
+from pql.engine.flat import Flat
 from pql.engine.optim import AdamW
 from pql.nets.mlp import (
     LOG_STD_MAX,
@@ -23,7 +24,6 @@ from pql.nets.mlp import (
     Critic,
     DeterministicPolicy,
     EnsembleLinear,
-    Flat,
     GaussianPolicy,
     Layers,
     NetInput,
@@ -57,37 +57,53 @@ def policy(seed, kind=DeterministicPolicy):
     return net
 
 
-def value_state(atoms=None, kind=critics.CriticState, members=2, **kwargs):
-    flat = Flat(critic(0, atoms, members), trained=True)
-    return kind(flat, Flat(critic(1, atoms, members)), AdamW(flat, **OPTIMIZER), TAU, atoms=atoms, **kwargs)
-
-
-def policy_inputs(atoms=None, kind=ddpg.PolicyInputs):
-    net = critic(3, atoms)
-    Flat(net)
-    return kind(net, atoms)
-
-
-def policy_state(reduce="min", **kwargs):
-    flat = Flat(policy(2), trained=True)
-    adam = AdamW(flat, **OPTIMIZER)
-    return ddpg.PolicyState(policy=flat, target=Flat(policy(4)), optimizer=adam, tau=TAU, reduce=reduce, **kwargs)
-
-
-def sac_policy_state(target_entropy=-2.0, auto=True):
-    flat, temperature = Flat(policy(2, GaussianPolicy), True), Flat(sac.Temperature(ALPHA), True)
-    return sac.SacPolicyState(
-        policy=flat,
-        optimizer=AdamW(flat, **OPTIMIZER),
-        temperature=temperature,
-        temperature_optimizer=AdamW(temperature, 5e-3),
-        target_entropy=lambda size: target_entropy,
-        auto_temperature=auto,
+def settings_of(kind=DdpgConfig, critic=None, policy=None, **changes):
+    """A record of settings whose targets move by TAU; DDPG's without noise on target actions."""
+    changes = {"smoothing": 0.0} | changes if kind is DdpgConfig else changes
+    default = kind()
+    critic = dataclasses.replace(default.critic, tau=TAU, **(critic or {}))
+    extra = {"tau": TAU} if kind is DdpgConfig else {}
+    return dataclasses.replace(
+        default, critic=critic, policy=dataclasses.replace(default.policy, **extra, **(policy or {})), **changes
     )
 
 
-def sac_inputs():
-    return sac.SacValueInputs(policy(2, GaussianPolicy), torch.tensor([ALPHA]).log())
+def value_state(atoms=None, members=2):
+    flat = Flat(critic(0, atoms, members), trained=True)
+    target, adam = Flat(critic(1, atoms, members)), AdamW(flat, **OPTIMIZER)
+    return critics.CriticState(critic=flat, target=target, optimizer=adam, clock=None, policy=policy(2), atoms=atoms)
+
+
+def sac_value_state(atoms=None):
+    named = {**vars(value_state(atoms)), "policy": policy(2, GaussianPolicy)}
+    log_alpha = torch.tensor([ALPHA]).log()
+    return sac.SacCriticState(**named, log_alpha=log_alpha, temperature=None, temperature_optimizer=None, log_reach=0.0)
+
+
+def actor_fields(network, atoms):
+    """Fields of a P-learner's state: a policy, and a copy of the critics."""
+    flat, net = Flat(policy(2, network), trained=True), critic(3, atoms)
+    Flat(net)
+    return {"policy": flat, "optimizer": AdamW(flat, **OPTIMIZER), "average": None, "critic": net, "atoms": atoms}
+
+
+def policy_state(atoms=None):
+    return ddpg.DdpgPolicyState(**actor_fields(DeterministicPolicy, atoms), target=Flat(policy(4)))
+
+
+def sac_policy_state(atoms=None):
+    temperature = Flat(sac.Temperature(ALPHA), True)
+    return sac.SacPolicyState(
+        **actor_fields(GaussianPolicy, atoms),
+        log_alpha=temperature.module.log_alpha,
+        temperature=temperature,
+        temperature_optimizer=AdamW(temperature, 5e-3),
+        log_reach=0.0,
+    )
+
+
+def sac_settings(target_entropy=-2.0, **changes):
+    return settings_of(SacConfig, target_entropy=target_entropy, **changes)
 
 
 def make_batch(masked=8, count=B):
@@ -234,11 +250,11 @@ def gaussian(plain, obs, gen):
 @pytest.mark.parametrize("atoms", [None, ATOMS], ids=["scalar", "c51"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.5])
 def test_ddpg_value_update(smoothing, atoms):
-    state, batch = value_state(atoms, smoothing=smoothing, smoothing_clip=0.2), make_batch()
-    inputs = ddpg.ValueInputs(policy(2))
+    state, batch = value_state(atoms), make_batch()
+    settings = settings_of(smoothing=smoothing, smoothing_clip=0.2)
     plain, target = Plain(state.critic.module), Plain(state.target.module)
     with torch.no_grad():
-        action = Plain(inputs.policy)(batch.next_obs["policy"].double()).tanh()
+        action = Plain(state.policy)(batch.next_obs["policy"].double()).tanh()
         if smoothing:
             noise = (smoothing * torch.randn(B, A, generator=generator())).double()
             clipped = noise.clamp(-0.2, 0.2)
@@ -246,7 +262,7 @@ def test_ddpg_value_update(smoothing, atoms):
             assert min(inside, noise.numel() - inside, outside) >= 5  # both clips matter here
             action = (action + clipped).clamp(-1, 1)
     loss, value = value_loss(batch, plain, target, action, [0.0] * B, atoms)
-    metrics = ddpg.ddpg_value_update(state, inputs, batch, generator())
+    metrics = ddpg.ddpg_value_update(state, batch, settings, generator())
     moved = check_step(state.critic, metrics, "critic", plain, loss)
     check_polyak(state.target, target.values(), moved)
     assert metrics["value/q"].item() == pytest.approx(value, abs=1e-5)
@@ -259,14 +275,15 @@ TARGETS = [
 
 @pytest.mark.parametrize(("atoms", "sigma", "reduce"), [*TARGETS, (ATOMS, None, "projected")])
 def test_sac_value_update(atoms, sigma, reduce):
-    state = value_state(atoms, sac.SacCriticState, reduce=reduce, hl_sigma=sigma)
-    batch, inputs = make_batch(), sac_inputs()
+    state, batch = sac_value_state(atoms), make_batch()
+    loss_of = {} if sigma is None else {"loss": "hl_gauss", "sigma": sigma}
+    settings = sac_settings(critic={"target": reduce, **loss_of})
     plain, target = Plain(state.critic.module), Plain(state.target.module)
     with torch.no_grad():
         next_obs = {k: v.double() for k, v in batch.next_obs.items()}
-        action, log_prob = gaussian(Plain(inputs.policy), next_obs, generator())
+        action, log_prob = gaussian(Plain(state.policy), next_obs, generator())
     loss, value = value_loss(batch, plain, target, action, (-ALPHA * log_prob).tolist(), atoms, reduce, sigma)
-    metrics = sac.sac_value_update(state, inputs, batch, generator())
+    metrics = sac.sac_value_update(state, batch, settings, generator())
     moved = check_step(state.critic, metrics, "critic", plain, loss)
     check_polyak(state.target, target.values(), moved)
     assert metrics["value/q"].item() == pytest.approx(value, abs=1e-5)
@@ -278,8 +295,8 @@ def test_the_lower_critic_may_change_when_targets_leave_the_support():
     batch = make_batch(0, 1)._replace(reward=torch.tensor([0.9]), discount=torch.tensor([1.0]))
     losses = {}
     for reduce in ("min", "projected"):
-        state, now = value_state(atoms, reduce=reduce), torch.tensor([[[0.0, 0.0, 1.0]]] * 2)
-        losses[reduce] = critics.categorical_loss(state, batch, now, flat.log(), None)[0]
+        net, q = settings_of(critic={"target": reduce}).critic, torch.tensor([[[0.0, 0.0, 1.0]]] * 2)
+        losses[reduce] = critics.categorical_loss(net, atoms, batch, q, flat.log(), None)[0]
     log = torch.tensor([0.0, 0.0, 1.0]).log_softmax(0)
     for reduce, goal in (("min", [0.0, 0.1, 0.9]), ("projected", [0.045, 0.405, 0.55])):
         torch.testing.assert_close(losses[reduce], torch.full((2, 1), -float(torch.tensor(goal) @ log)))
@@ -319,27 +336,24 @@ def test_the_target_is_the_lower_of_the_ensemble():
         if member is not None:
             with torch.no_grad():
                 list(state.target.module.parameters())[-1][member].add_(1000.0)
-        losses[member] = ddpg.ddpg_value_update(state, ddpg.ValueInputs(policy(2)), make_batch(), generator())[
-            "loss/critic"
-        ]
+        losses[member] = ddpg.ddpg_value_update(state, make_batch(), settings_of(), generator())["loss/critic"]
     assert max(losses.values()) < 100  # a target of 1000 would cost a million
     assert len({x.item() for x in losses.values()}) == 3
 
 
 def test_a_random_subset_of_the_ensemble_forms_the_target():
     """With one of two critics drawn, the target is one member's or the other's; with both, it is the lower one's."""
-    batch, inputs, losses = make_batch(), ddpg.ValueInputs(policy(2)), {}
+    batch, losses = make_batch(), {}
     for subset, seed in ((None, 0), (2, 0), *((1, seed) for seed in range(12))):
         gen = torch.Generator().manual_seed(seed)
-        losses[subset, seed] = ddpg.ddpg_value_update(value_state(subset=subset), inputs, batch, gen)[
-            "loss/critic"
-        ].item()
+        settings = settings_of(critic={"subset": subset})
+        losses[subset, seed] = ddpg.ddpg_value_update(value_state(), batch, settings, gen)["loss/critic"].item()
     alone = []
     for member in (0, 1):
-        state = value_state(subset=None)
+        state = value_state()
         with torch.no_grad():  # the other one is so high that it is never the lower
             list(state.target.module.parameters())[-1][1 - member].add_(1e4)
-        alone.append(ddpg.ddpg_value_update(state, inputs, batch, generator())["loss/critic"].item())
+        alone.append(ddpg.ddpg_value_update(state, batch, settings_of(), generator())["loss/critic"].item())
     drawn = {losses[1, seed] for seed in range(12)}
     assert sorted(drawn) == pytest.approx(sorted(alone), rel=1e-5)
     assert losses[2, 0] == pytest.approx(losses[None, 0], rel=1e-6)
@@ -352,11 +366,11 @@ def test_two_of_ten_critics_form_the_target_of_all(reduce, atoms):
     """REDQ: each critic is trained on a target of two, drawn anew for each update."""
     found = []
     for seed in range(5):
-        state = value_state(atoms, members=10, reduce=reduce, subset=2)
-        plain, target, inputs, batch = Plain(state.critic.module), Plain(state.target.module), policy(2), make_batch()
+        state, settings = value_state(atoms, members=10), settings_of(critic={"target": reduce, "subset": 2})
+        plain, target, batch = Plain(state.critic.module), Plain(state.target.module), make_batch()
         with torch.no_grad():
-            action = Plain(inputs)(batch.next_obs["policy"].double()).tanh()
-        metrics = ddpg.ddpg_value_update(state, ddpg.ValueInputs(inputs), batch, torch.Generator().manual_seed(seed))
+            action = Plain(state.policy)(batch.next_obs["policy"].double()).tanh()
+        metrics = ddpg.ddpg_value_update(state, batch, settings, torch.Generator().manual_seed(seed))
         loss_of = partial(value_loss, batch, plain, target, action, [0.0] * B, atoms, reduce)
         found.append(metrics["loss/critic"].item())
         with torch.no_grad():
@@ -395,12 +409,12 @@ def ensemble_q(plain, obs, action, reduce, atoms):
 @pytest.mark.parametrize("atoms", [None, ATOMS], ids=["scalar", "c51"])
 @pytest.mark.parametrize("reduce", ["min", "mean", "first"])
 def test_ddpg_policy_update(reduce, atoms):
-    state, inputs, batch = policy_state(reduce), policy_inputs(atoms), obs_part(make_batch())
+    state, batch, settings = policy_state(atoms), obs_part(make_batch()), settings_of(policy={"reduce": reduce})
     plain, target = Plain(state.policy.module), Plain(state.target.module)
     obs, mask, weight = wide(batch)
-    q = ensemble_q(Plain(inputs.critic), obs, plain(obs["policy"]).tanh(), reduce, atoms)
+    q = ensemble_q(Plain(state.critic), obs, plain(obs["policy"]).tanh(), reduce, atoms)
     loss = -sum(share * one for share, one in zip(rows_share(mask, weight), q, strict=True))
-    metrics = ddpg.ddpg_policy_update(state, inputs, batch, generator())
+    metrics = ddpg.ddpg_policy_update(state, batch, settings, generator())
     moved = check_step(state.policy, metrics, "policy", plain, loss)
     check_polyak(state.target, target.values(), moved)
 
@@ -411,49 +425,49 @@ def test_the_average_follows_the_updated_policy(kind):
     network = ddpg.DeterministicPolicy if kind == "ddpg" else GaussianPolicy
     state = policy_state() if kind == "ddpg" else sac_policy_state()
     assert state.evaluated is state.policy
-    state.average, state.average_weight = Flat(policy(5, network)), TAU
+    state.average = Flat(policy(5, network))
     assert state.evaluated is state.average
-    inputs = policy_inputs() if kind == "ddpg" else policy_inputs(kind=sac.SacPolicyInputs)
+    settings = (settings_of if kind == "ddpg" else sac_settings)(policy={"average": TAU})
     update = ddpg.ddpg_policy_update if kind == "ddpg" else sac.sac_policy_update
     for _ in range(3):
         before = state.average.data.tolist()
-        update(state, inputs, obs_part(make_batch()), generator())
+        update(state, obs_part(make_batch()), settings, generator())
         check_polyak(state.average, before, state.policy.data.tolist())
 
 
 def test_a_penalty_on_what_the_tanh_takes():
-    state, inputs, batch = policy_state(saturation_penalty=0.3), policy_inputs(), obs_part(make_batch())
+    state, batch, settings = policy_state(), obs_part(make_batch()), settings_of(policy={"saturation_penalty": 0.3})
     plain = Plain(state.policy.module)
     obs, mask, weight = wide(batch)
     before = plain(obs["policy"])
-    q = ensemble_q(Plain(inputs.critic), obs, before.tanh(), "min", None)
+    q = ensemble_q(Plain(state.critic), obs, before.tanh(), "min", None)
     cost = 0.3 * (before**2).sum(1) / before.shape[1]
     loss = -sum(share * (one - c) for share, one, c in zip(rows_share(mask, weight), q, cost, strict=True))
-    check_step(state.policy, ddpg.ddpg_policy_update(state, inputs, batch, generator()), "policy", plain, loss)
+    check_step(state.policy, ddpg.ddpg_policy_update(state, batch, settings, generator()), "policy", plain, loss)
 
 
 def test_with_the_penalty_a_saturated_policy_comes_back():
     """Its tanh is 1 to the last bit, so what the critic wants reaches it no more: the penalty alone does."""
     for penalty, slope in ((0.0, 0.0), (0.01, 2 * 0.01 * 20)):  # d/du of penalty * u^2
-        state, inputs, batch = policy_state(saturation_penalty=penalty), policy_inputs(), obs_part(make_batch())
+        state, batch = policy_state(), obs_part(make_batch())
         shares = ddpg.loss_share(batch.mask, batch.weight).sum().item()
         last = state.policy.module.net[-1]
         last.weight.data.zero_()
         last.bias.data.fill_(20.0)
-        ddpg.ddpg_policy_update(state, inputs, batch, generator())
+        ddpg.ddpg_policy_update(state, batch, settings_of(policy={"saturation_penalty": penalty}), generator())
         torch.testing.assert_close(last.bias.grad.sum().item(), slope * shares, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("atoms", [None, ATOMS], ids=["scalar", "c51"])
 def test_sac_policy_update(atoms):
-    state, inputs, batch = sac_policy_state(), policy_inputs(atoms, sac.SacPolicyInputs), obs_part(make_batch())
+    state, batch = sac_policy_state(atoms), obs_part(make_batch())
     plain = Plain(state.policy.module)
     obs, mask, weight = wide(batch)
     action, log_prob = gaussian(plain, obs, generator())
-    q = ensemble_q(Plain(inputs.critic), obs, action, "min", atoms)
+    q = ensemble_q(Plain(state.critic), obs, action, "min", atoms)
     rows = list(zip(rows_share(mask, weight), log_prob, q, strict=True))
     loss, entropy = sum(s * (ALPHA * p - q) for s, p, q in rows), -sum(s * p.item() for s, p, _ in rows)
-    metrics = sac.sac_policy_update(state, inputs, batch, generator())
+    metrics = sac.sac_policy_update(state, batch, sac_settings(policy={"reduce": "min"}), generator())
     check_step(state.policy, metrics, "policy", plain, loss)
     assert metrics["policy/entropy"].item() == pytest.approx(entropy, abs=1e-5)
     want = SlowAdamW(5e-3).step([math.log(ALPHA)], [entropy + 2.0])
@@ -463,42 +477,38 @@ def test_sac_policy_update(atoms):
 
 @pytest.mark.parametrize(("gap", "direction"), [(1.0, -1), (-1.0, 1)])
 def test_temperature_falls_where_the_entropy_is_above_its_target_and_rises_below(gap, direction):
-    inputs, batch = policy_inputs(kind=sac.SacPolicyInputs), obs_part(make_batch())
-    entropy = sac.sac_policy_update(sac_policy_state(), inputs, batch, generator())["policy/entropy"].item()
-    state = sac_policy_state(target_entropy=entropy - gap)
-    before = state.temperature.data.item()
-    sac.sac_policy_update(state, inputs, batch, generator())
+    batch, state = obs_part(make_batch()), sac_policy_state()
+    entropy = sac.sac_policy_update(sac_policy_state(), batch, sac_settings(), generator())["policy/entropy"].item()
+    before, target = state.temperature.data.item(), entropy - gap
+    sac.sac_policy_update(state, batch, sac_settings(target), generator())
     assert state.temperature.data.item() - before == pytest.approx(direction * 5e-3, rel=1e-3)
-    fixed = sac_policy_state(target_entropy=entropy - gap, auto=False)
-    sac.sac_policy_update(fixed, inputs, batch, generator())
+    fixed = sac_policy_state()
+    sac.sac_policy_update(fixed, batch, sac_settings(target, auto_alpha=False), generator())
     assert fixed.temperature.data.item() == before
 
 
 # --- masks, and state that an update may change ---
 
+SMOOTHED = settings_of(smoothing=0.5, smoothing_clip=0.2)
 CASES = {
-    "ddpg value": (ddpg.ddpg_value_update, lambda: value_state(smoothing=0.5, smoothing_clip=0.2), "value"),
-    "c51 value": (ddpg.ddpg_value_update, lambda: value_state(ATOMS), "value"),
-    "sac value": (sac.sac_value_update, lambda: value_state(kind=sac.SacCriticState), "sac"),
-    "ddpg policy": (ddpg.ddpg_policy_update, policy_state, "policy"),
-    "sac policy": (sac.sac_policy_update, sac_policy_state, "sac policy"),
-}
-
-INPUTS = {
-    "value": lambda: ddpg.ValueInputs(policy(2)),
-    "sac": sac_inputs,
-    "policy": policy_inputs,
-    "sac policy": lambda: policy_inputs(kind=sac.SacPolicyInputs),
+    "ddpg value": (ddpg.ddpg_value_update, value_state, SMOOTHED),
+    "c51 value": (ddpg.ddpg_value_update, lambda: value_state(ATOMS), settings_of()),
+    "sac value": (sac.sac_value_update, sac_value_state, sac_settings()),
+    "ddpg policy": (ddpg.ddpg_policy_update, policy_state, settings_of()),
+    "sac policy": (sac.sac_policy_update, sac_policy_state, sac_settings()),
 }
 
 
 def run_case(name, batch):
-    """(state, inputs, metrics) after one update."""
-    update, make, kind = CASES[name]
+    """(state, metrics) after one update."""
+    update, make, settings = CASES[name]
     state = make()
-    inputs = INPUTS[kind]()
-    batch = obs_part(batch) if "policy" in kind else batch
-    return state, inputs, update(state, inputs, batch, generator())
+    return state, update(state, obs_part(batch) if "policy" in name else batch, settings, generator())
+
+
+def pulled(state):
+    """The state's copies of what other learners publish."""
+    return [v for k, v in vars(state).items() if k not in state.own()]
 
 
 def leaves(tree):
@@ -518,8 +528,8 @@ def test_masked_rows_have_no_influence_at_all(name):
     for field in (*other.obs.values(), *other.next_obs.values(), other.reward, other.weight, other.action):
         field[:masked] = field[:masked] * 1e4 + 77
     other.discount[:masked] = 0.5
-    one, _, metrics = run_case(name, batch)
-    two, _, again = run_case(name, other)
+    one, metrics = run_case(name, batch)
+    two, again = run_case(name, other)
     for a, b in zip(leaves(one.state_dict()), leaves(two.state_dict()), strict=True):
         assert torch.equal(a, b)
     assert {k: v.item() for k, v in metrics.items()} == {k: v.item() for k, v in again.items()}
@@ -530,8 +540,8 @@ def test_a_masked_batch_equals_the_smaller_one(name):
     """sum(mask * l) / sum(mask): the mean over the rows that count, not over all."""
     batch = make_batch()
     rest = Batch(*({k: v[8:] for k, v in f.items()} if isinstance(f, dict) else f[8:] for f in batch))
-    one, _, metrics = run_case(name, batch)
-    two, _, again = run_case(name, rest)
+    one, metrics = run_case(name, batch)
+    two, again = run_case(name, rest)
     for a, b in zip(leaves(one.state_dict()), leaves(two.state_dict()), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
     for k, v in metrics.items():
@@ -540,7 +550,7 @@ def test_a_masked_batch_equals_the_smaller_one(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_wholly_masked_batch_gives_no_gradient_and_no_nan(name):
-    state, _, metrics = run_case(name, make_batch(masked=B))
+    state, metrics = run_case(name, make_batch(masked=B))
     assert metrics[next(k for k in metrics if k.startswith("grad_norm"))].item() == 0
     assert all(t.isfinite().all() for t in [*metrics.values(), *leaves(state.state_dict())])
 
@@ -548,10 +558,11 @@ def test_a_wholly_masked_batch_gives_no_gradient_and_no_nan(name):
 @pytest.mark.parametrize("name", CASES)
 def test_an_update_touches_its_state_only(name):
     batch = make_batch()
-    fresh_batch, (_, make, kind) = make_batch(), CASES[name]
-    state, inputs, metrics = run_case(name, batch)
-    fresh = INPUTS[kind]()
-    for a, b in zip(leaves(inputs), leaves(fresh), strict=True):
+    fresh_batch, (_, make, _) = make_batch(), CASES[name]
+    state, metrics = run_case(name, batch)
+    copies, fresh = pulled(state), pulled(make())
+    assert copies
+    for a, b in zip(leaves(dict(enumerate(copies))), leaves(dict(enumerate(fresh))), strict=True):
         assert torch.equal(a, b)
         assert a.grad is None
     for a, b in zip(leaves(batch), leaves(fresh_batch), strict=True):

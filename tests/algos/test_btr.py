@@ -12,8 +12,9 @@ from pql.algos.dqn import dqn_update
 from pql.algos.value import ValueState, make_optimizer, make_q_network
 from pql.config.compose import compose
 from pql.contract.env import Discrete, EnvSpec, ObsSpec
+from pql.engine.flat import Flat
 from pql.engine.optim import Clock
-from pql.nets.mlp import Flat, seeded
+from pql.nets.mlp import seeded
 from pql.types import Batch
 
 CPU = torch.device("cpu")
@@ -170,7 +171,7 @@ def test_twenty_updates_are_those_of_the_recipe():
     made, norms = batches(torch.Generator().manual_seed(5)), []
     for _ in range(UPDATES):
         batch = next(made)
-        metrics = dqn_update(state, settings, batch, ours)
+        metrics = dqn_update(state, batch, settings, ours)
         loss, norm, priorities = reference.learn(batch, theirs)
         assert metrics["loss/critic"].item() == pytest.approx(loss, rel=1e-7)
         assert metrics["grad_norm/critic"].item() == pytest.approx(norm, rel=1e-7)

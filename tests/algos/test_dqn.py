@@ -21,9 +21,10 @@ from oracles import (
 from pql.algos import dqn
 from pql.algos.value import ValueState
 from pql.config import DqnConfig, MunchausenConfig
-from pql.config.groups import QuantileNetConfig
+from pql.config.networks import QuantileNetConfig
+from pql.engine.flat import Flat
 from pql.engine.optim import AdamW, Clock
-from pql.nets.mlp import Flat, Layers, NetInput
+from pql.nets.mlp import Layers, NetInput
 from pql.nets.q import QNetwork, QuantileNetwork, redraw_noise
 from pql.types import Batch
 
@@ -201,7 +202,7 @@ def test_an_update_is_the_papers(variant):
     loss.backward()
     grads = torch.cat([p.grad.reshape(-1) for p in net.parameters()]).tolist()
     before = torch.cat([p.detach().reshape(-1) for p in net.parameters()]).tolist()
-    metrics = dqn.dqn_update(state, settings, batch, generator())
+    metrics = dqn.dqn_update(state, batch, settings, generator())
     norm = math.sqrt(sum(g * g for g in grads))
     assert metrics["loss/critic"].item() == pytest.approx(loss.item(), rel=1e-4)
     assert metrics["grad_norm/critic"].item() == pytest.approx(norm, rel=1e-4)
@@ -250,7 +251,7 @@ def test_the_variants_clip_some_bonuses_and_not_others(kind):
 def test_quantiles_are_drawn_anew_for_every_update():
     state, gen, settings = state_of({"quantiles": 5}), generator(), settings_of({})
     state.optimizer.lr.zero_()
-    losses = [dqn.dqn_update(state, settings, make_batch(), gen)["loss/critic"].item() for _ in range(3)]
+    losses = [dqn.dqn_update(state, make_batch(), settings, gen)["loss/critic"].item() for _ in range(3)]
     assert len({*losses}) == 3
 
 
@@ -270,7 +271,7 @@ def test_masked_rows_change_nothing():
     other.reward[:8] = -70.0
     states = [state_of({}), state_of({})]
     for state, rows in zip(states, (batch, other), strict=True):
-        dqn.dqn_update(state, settings_of({}), rows, generator())
+        dqn.dqn_update(state, rows, settings_of({}), generator())
     assert torch.equal(states[0].q.data, states[1].q.data)
 
 
@@ -279,7 +280,7 @@ def test_the_target_is_copied_after_every_period_and_stays_in_between(period):
     state = state_of({}, period=period)
     for i in range(1, 8):
         before = state.target.data.clone()
-        dqn.dqn_update(state, settings_of({}), make_batch(), generator())
+        dqn.dqn_update(state, make_batch(), settings_of({}), generator())
         if i % period == 0:
             assert torch.equal(state.target.data, state.q.data)
             assert not torch.equal(state.target.data, before)
@@ -291,9 +292,9 @@ def test_the_target_is_copied_after_every_period_and_stays_in_between(period):
 def test_the_clock_is_part_of_the_state():
     one, two = state_of({}, period=3), state_of({}, period=3)
     for _ in range(2):
-        dqn.dqn_update(one, settings_of({}), make_batch(), generator())
+        dqn.dqn_update(one, make_batch(), settings_of({}), generator())
     two.load_state_dict(one.state_dict())
-    dqn.dqn_update(two, settings_of({}), make_batch(), generator())
+    dqn.dqn_update(two, make_batch(), settings_of({}), generator())
     assert torch.equal(two.target.data, two.q.data)
 
 
@@ -301,7 +302,7 @@ def test_both_networks_of_a_noisy_pair_have_noise_of_their_own_drawn_for_this_up
     variant = {"noisy": 0.5}
     state, batch = state_of(variant), make_batch()
     nets = [copy.deepcopy(m) for m in state.nets]
-    metrics = dqn.dqn_update(state, settings_of(variant), batch, generator())
+    metrics = dqn.dqn_update(state, batch, settings_of(variant), generator())
     gen = generator()
     for net in nets:
         redraw_noise(net, gen)
@@ -309,5 +310,5 @@ def test_both_networks_of_a_noisy_pair_have_noise_of_their_own_drawn_for_this_up
     loss, _, _ = dqn.value_scalar_loss(*nets, settings_of(variant), batch)
     want = (loss * batch.mask * batch.weight).sum() / batch.mask.sum()
     assert metrics["loss/critic"].item() == pytest.approx(want.item(), rel=1e-5)
-    again = dqn.dqn_update(state, settings_of(variant), batch, gen)
+    again = dqn.dqn_update(state, batch, settings_of(variant), gen)
     assert again["loss/critic"] != metrics["loss/critic"]

@@ -15,9 +15,10 @@ from pql.config import DqnConfig
 from pql.config.compose import compose
 from pql.contract.registry import register
 from pql.engine.executors import Inline
+from pql.engine.flat import Flat
 from pql.engine.optim import AdamW, Clock
 from pql.envs.classic import TorchEnv, Transition
-from pql.nets.mlp import Flat, Layers, NetInput, seeded
+from pql.nets.mlp import Layers, NetInput, seeded
 from pql.nets.q import QuantileNetwork
 from pql.types import Batch
 
@@ -53,7 +54,7 @@ def error_of_quantiles(seed):
         action = torch.randint(3, (64,), generator=gen)
         reward = action + torch.rand(64, generator=gen)
         state.optimizer.lr.fill_(3e-3 * (1 - update / 1000))
-        dqn_update(state, settings, Batch(obs, action, reward, 0 * one, obs, one, one, torch.arange(64), one), gen)
+        dqn_update(state, Batch(obs, action, reward, 0 * one, obs, one, one, torch.arange(64), one), settings, gen)
     tau = torch.tensor([[0.1, 0.3, 0.5, 0.7, 0.9]])
     want = torch.arange(3.0).unsqueeze(-1) + tau
     return (net({"policy": torch.ones(1, 1)}, tau)[0] - want).abs().max().item()

@@ -67,9 +67,9 @@ def test_the_learner_reads_the_rollout_of_the_tick_before(variant, monkeypatch):
     rollout, module = parts.first.collector.stores[0], ppo if variant == "appo" else impala
     begin_tick, seen = module.begin_ppo_tick, []
 
-    def spy(state, settings, segment):
+    def spy(state, segment, settings):
         seen.append(segment)
-        return begin_tick(state, settings, segment)
+        return begin_tick(state, segment, settings)
 
     monkeypatch.setattr(module, "begin_ppo_tick", spy)
     for _ in range(3):
@@ -123,7 +123,7 @@ def test_rows_of_different_lags_are_told_apart():
     rollout, learner = parts.first.collector.stores[0], parts.first.learners["learner"]
     rollout.version[:3, 1] = 1
     (batch,) = learner.draw(1, learner.gen)
-    out = impala.impala_update(learner.state, learner.inputs, batch, learner.gen)
+    out = impala.impala_update(learner.state, batch, learner.settings, learner.gen)
     assert out["lag/rows_max"] == 4
     assert out["lag/rows_mean"].item() == pytest.approx(3 * 4 / batch.mask.sum().item())
 
@@ -140,14 +140,14 @@ def fresh(*changes):
 
 
 def gradient(learner, batch, settings):
-    impala.impala_update(learner.state, settings, batch, Generator().manual_seed(0))
+    impala.impala_update(learner.state, batch, settings, Generator().manual_seed(0))
     return learner.state.optimizer.flat.data.grad.clone()
 
 
 def test_an_update_by_hand():
     """Losses and gradients of both heads' biases from their formulas; half of the rows acted twice as likely."""
     learner, batch = fresh({"algo": {"policy": {"grad_clip": None}}})
-    settings = replace(learner.inputs, entropy_coef=0.0, vtrace=VtraceConfig(1.0, 1.0, 0.8), value_coef=0.7)
+    settings = replace(learner.settings, entropy_coef=0.0, vtrace=VtraceConfig(1.0, 1.0, 0.8), value_coef=0.7)
     net, dist = learner.state.net, learner.state.net.policy.dist
     shift = torch.zeros_like(batch.params)
     shift[::2].scatter_(-1, batch.action[::2].unsqueeze(-1), 0.5)
@@ -159,7 +159,7 @@ def test_an_update_by_hand():
     assert (ratio[::2] < 0.99).all()
     target, advantage, weight = impala.correct(settings, batch, ratio.log(), values)
     assert torch.equal(weight, ratio.clamp(max=0.8))
-    out = impala.impala_update(learner.state, settings, batch, learner.gen)
+    out = impala.impala_update(learner.state, batch, settings, learner.gen)
     count, error = batch.mask.sum().item(), (values[:6] - target) * batch.mask
     assert out["loss/policy"].item() == pytest.approx(-(weight * advantage * log_prob).sum().item() / count, rel=1e-4)
     assert out["loss/critic"].item() == pytest.approx((error**2).sum().item() / 2 / count, rel=1e-4)
@@ -175,7 +175,7 @@ def test_an_update_by_hand():
 def test_on_policy_it_is_a2c(variant, correction):
     """The gradient of PPO's code with one unclipped update, on the same rows; V-trace or not."""
     learner, batch = fresh(VARIANTS[variant], {"algo": {"minibatches": 1, "policy": {"grad_clip": None}}})
-    settings = replace(learner.inputs, reduce="mean", correction=correction)
+    settings = replace(learner.settings, reduce="mean", correction=correction)
     mine = gradient(learner, batch, settings)
     a2c = {
         "epochs": 1,
@@ -196,20 +196,20 @@ def test_on_policy_it_is_a2c(variant, correction):
     parts.first.workers["collector"].run(6)
     other = parts.first.learners["learner"]
     (rows_,) = other.draw(1, other.gen)
-    ppo.ppo_update(other.state, other.inputs, rows_, other.gen)
+    ppo.ppo_update(other.state, rows_, other.settings, other.gen)
     torch.testing.assert_close(mine, other.state.optimizer.flat.data.grad, rtol=1e-3, atol=1e-6)
 
 
 def test_summed_losses_are_averaged_ones_times_the_rows():
     learner, batch = fresh({"algo": {"policy": {"grad_clip": None, "lr": 1e-9}}})
-    mean, total = (gradient(learner, batch, replace(learner.inputs, reduce=r)) for r in ("mean", "sum"))
+    mean, total = (gradient(learner, batch, replace(learner.settings, reduce=r)) for r in ("mean", "sum"))
     torch.testing.assert_close(total, mean * batch.mask.sum(), rtol=1e-4, atol=1e-6)
 
 
 def test_the_kl_option_pulls_towards_the_policy_that_acted():
     learner, batch = fresh({"algo": {"policy": {"grad_clip": None, "lr": 1e-9}}})
     batch = batch._replace(params=batch.params + torch.tensor([0.7, 0.0]))
-    grads = {k: gradient(learner, batch, replace(learner.inputs, kl_coef=k)) for k in (0.0, 2.0)}
+    grads = {k: gradient(learner, batch, replace(learner.settings, kl_coef=k)) for k in (0.0, 2.0)}
     net = learner.state.net
     params, _ = net({k: v[:6] for k, v in batch.obs.items()})
     kl = (batch.mask * net.policy.dist.kl(batch.params, params)).sum()
@@ -223,7 +223,7 @@ def test_corrections_differ_off_policy():
     learner, batch = fresh()
     values, log_ratio = torch.randn(batch.successor.max() + 8, 8), torch.full((6, 8), -1.0)
     both = {
-        c: impala.correct(replace(learner.inputs, correction=c), batch, log_ratio, values)
+        c: impala.correct(replace(learner.settings, correction=c), batch, log_ratio, values)
         for c in ("vtrace", "one_step", "none")
     }
     assert torch.equal(both["one_step"].target, both["none"].target)

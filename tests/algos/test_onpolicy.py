@@ -380,13 +380,13 @@ def test_a_lost_life_ends_returns_and_no_memory(lstm):
     parts = ticks(start(compose(words), Inline()), 1)
     parts.first.workers["collector"].run(64)
     rollout, learner = parts.first.collector.stores[0], parts.first.learners["learner"]
-    segment, state, settings = rollout.segment(), learner.state, learner.inputs
+    segment, state, settings = rollout.segment(), learner.state, learner.settings
     lost = (segment.alive == 0) & ~segment.first
     assert lost.any()
     assert segment.obs["policy"].dtype == torch.uint8
     assert bool(((segment.mask == 1) | ~lost).all())  # such rows are learned from
     assert bool((segment.goes_on[lost] == 0).all())
-    columns, _ = ppo.prepare(state, settings, segment)
+    columns, _ = ppo.prepare(state, segment, settings)
     reward = segment.reward[lost]  # the target of such a row is only its reward
     torch.testing.assert_close(columns["target"][lost], reward, atol=1e-5, rtol=0)
     (batch, *_) = learner.draw(parts.counts.updates["learner"], learner.gen)

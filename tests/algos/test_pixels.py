@@ -49,7 +49,7 @@ def test_the_policy_has_the_critics_encoder_of_the_tick_before(recipe, schedule)
     critic, policy = v.state.critic.module, first.policy.module
     before = past = weights(critic)
     readers = [policy, p.state.target.module] if recipe == "a target policy" else [policy]
-    for net in (*readers, p.inputs.critic, v.inputs.policy, first.collector.actor.policy):
+    for net in (*readers, p.state.critic, v.state.policy, first.collector.actor.policy):
         assert torch.equal(weights(net), before)
     heads = policy.net[-1].weight.detach().clone()
     for _ in range(6):
@@ -62,7 +62,7 @@ def test_the_policy_has_the_critics_encoder_of_the_tick_before(recipe, schedule)
         before, past = now, before
     assert not torch.equal(policy.net[-1].weight, heads)
     obs, policy.amp = first.env.reset(3), False
-    assert torch.equal(policy.mean_action(obs), acted(policy, p.inputs.critic, obs))
+    assert torch.equal(policy.mean_action(obs), acted(policy, p.state.critic, obs))
 
 
 def acted(policy, critic, obs):
@@ -81,7 +81,7 @@ def test_updates_of_the_policy_leave_the_encoder_alone(recipe):
     assert flat.data.numel() == sum(p.numel() for p in policy.net.parameters())
     assert {id(p) for p in shared} == {id(p) for p in flat.tensors()[-len(shared) :]}
     for batch in one.draw(3, one.gen):
-        one.update(one.state, one.inputs, batch, one.gen)
+        one.update(one.state, batch, one.settings, one.gen)
     assert torch.equal(weights(policy), encoder)
     assert not torch.equal(flat.data, head)
     assert [p for p in shared if p.grad is not None or p.requires_grad] == []
@@ -104,7 +104,7 @@ def test_by_default_the_policy_has_an_encoder_of_its_own():
     policy, flat = parts.first.policy.module, parts.first.policy
     assert len(flat.tensors()) == 1
     assert flat.data.numel() == sum(p.numel() for p in policy.parameters())
-    assert not torch.equal(weights(policy), weights(parts.first.learners["p"].inputs.critic))
+    assert not torch.equal(weights(policy), weights(parts.first.learners["p"].state.critic))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -176,7 +176,7 @@ def test_masked_moments():
 def test_a_whole_update_by_hand():
     """One parameter for the mean, one for the value: the loss's gradient and what is reported, from the formulas."""
     parts = start(config_of({"algo": {"entropy_coef": 0.1, "value_coef": 0.7, "lr_schedule": "fixed"}}), Inline())
-    state, settings = parts.first.learners["learner"].state, parts.first.learners["learner"].inputs
+    state, settings = parts.first.learners["learner"].state, parts.first.learners["learner"].settings
     batch = ppo.Minibatch(
         obs={"policy": torch.ones(3, 3)},
         action=torch.tensor([[0.5], [-1.0], [9.0]]),
@@ -191,7 +191,7 @@ def test_a_whole_update_by_hand():
     )
     with torch.no_grad():
         params, value = state.net(batch.obs)
-    out = ppo.ppo_update(state, settings, batch, Generator())
+    out = ppo.ppo_update(state, batch, settings, Generator())
     log_p = [-0.5 * (a - params[0, 0].item()) ** 2 - 0.5 * math.log(2 * math.pi) for a in (0.5, -1.0)]  # std 1
     ratio = [math.exp(lp + 1) for lp in log_p]
     gain = [min(r * a, min(max(r, 0.8), 1.2) * a) for r, a in zip(ratio, (1.0, -2.0), strict=True)]
@@ -228,17 +228,17 @@ def test_a_policy_that_went_too_far_stays_for_the_rest_of_the_tick():
     parts.first.workers["collector"].run(8)
     learner = parts.first.learners["learner"]
     batches = list(learner.draw(12, learner.gen))
-    ppo.ppo_update(learner.state, learner.inputs, batches[0], learner.gen)
+    ppo.ppo_update(learner.state, batches[0], learner.settings, learner.gen)
     after_one = {k: v.clone() for k, v in learner.state.optimizer.state_dict().items()}
     weights = learner.state.optimizer.flat.data.detach().clone()
     for batch in batches[1:]:
-        out = ppo.ppo_update(learner.state, learner.inputs, batch, learner.gen)
+        out = ppo.ppo_update(learner.state, batch, learner.settings, learner.gen)
     assert torch.equal(weights, learner.state.optimizer.flat.data)
     assert all(torch.equal(v, after_one[k]) for k, v in learner.state.optimizer.state_dict().items())
     assert out["policy/updates_kept"] == 0
     parts.first.slots["policy"].publish()
     parts.first.workers["collector"].run(8)
-    ppo.ppo_update(learner.state, learner.inputs, next(iter(learner.draw(12, learner.gen))), learner.gen)
+    ppo.ppo_update(learner.state, next(iter(learner.draw(12, learner.gen))), learner.settings, learner.gen)
     assert not torch.equal(weights, learner.state.optimizer.flat.data)  # the next tick starts afresh
 
 

@@ -21,14 +21,15 @@ from pql.algos.pqn import PqnState, rollout_values
 from pql.cli.main import main
 from pql.config import PqnConfig
 from pql.config.compose import compose
-from pql.config.groups import TrainedNetConfig
+from pql.config.networks import TrainedNetConfig
 from pql.contract.env import Discrete, EnvSpec
 from pql.data.normalize import Normalizer
 from pql.data.rollout import PolicyOutput, Progress, Rollout
 from pql.engine.executors import Inline
+from pql.engine.flat import Flat
 from pql.engine.optim import AdamW
 from pql.errors import ConfigError
-from pql.nets.mlp import Flat, Layers, NetInput
+from pql.nets.mlp import Layers, NetInput
 from pql.nets.q import QNetwork
 from pql.run.policy import load_policy
 from pql.run.store import checkpoint
@@ -101,7 +102,7 @@ def test_returns_are_the_papers_mixture(next_step, lam):
             q = torch.tensor([q_of(e.obs) for e in new])
             rollout.insert(PolicyOutput(q.argmax(-1), q, torch.zeros(n).long()), stack(new)[1])
         segment = rollout.segment()
-        target = pqn.returns(state, replace(SETTINGS, q_lambda=lam), segment)
+        target = pqn.returns(state, segment, replace(SETTINGS, q_lambda=lam))
         for i, column in enumerate(events):
             scaled = [e._replace(reward=0.5 * e.reward) for e in column]
             for t, e in enumerate(column):
@@ -130,7 +131,7 @@ def test_a_return_by_hand():
     )
     net = SimpleNamespace(values=lambda obs: torch.tensor([2.0, 4.0]).expand(*obs["policy"].shape[:2], 2))
     settings = replace(SETTINGS, gamma=0.5, q_lambda=0.25)
-    got = pqn.returns(SimpleNamespace(net=net), settings, segment)
+    got = pqn.returns(SimpleNamespace(net=net), segment, settings)
     assert got.flatten().tolist() == [1 + 0.5 * (0.75 * 3 + 0.25 * 4), 4.0]
 
 
@@ -142,7 +143,7 @@ def test_stored_values_are_those_of_the_network_that_learns(variant):
     segment, state = parts.first.collector.stores[0].segment(), parts.first.learners["learner"].state
     obs = {k: v[:8].flatten(0, 1) for k, v in segment.obs.items()}
     with torch.no_grad():
-        q = rollout_values(state.net, obs, parts.first.learners["learner"].inputs.amp)
+        q = rollout_values(state.net, obs, parts.first.learners["learner"].settings.amp)
     assert (q - segment.params.flatten(0, 1)).abs().max() < 1e-5
     greedy = segment.params.argmax(-1) == segment.action
     assert 0.1 < greedy.float().mean() < 1  # epsilon is at work
@@ -169,7 +170,7 @@ def test_an_update_by_hand():
     batch = pqn.ValueMinibatch(
         {"policy": obs}, torch.tensor([1, 0, 2]), torch.tensor([1.0, 4.0, -99.0]), torch.tensor([1.0, 1.0, 0.0])
     )
-    out = pqn.pqn_update(state, SETTINGS, batch, Generator())
+    out = pqn.pqn_update(state, batch, SETTINGS, Generator())
     # errors: 2 - 1 = 1, 2 - 4 = -2
     assert out["loss/critic"].item() == pytest.approx(0.5 * (1 + 4) / 2)
     assert out["value/q"].item() == pytest.approx(2.0)

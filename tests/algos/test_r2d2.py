@@ -21,9 +21,10 @@ from pql.algos.value import target_updates
 from pql.config import leaves
 from pql.config.compose import compose
 from pql.engine.executors import Inline, Threads
+from pql.engine.flat import Flat
 from pql.engine.world import World
 from pql.errors import ConfigError
-from pql.nets.mlp import Flat, Layers, NetInput
+from pql.nets.mlp import Layers, NetInput
 from pql.nets.q import RecurrentQNetwork
 from pql.run.build import build
 from pql.run.evaluation import run_episodes
@@ -83,7 +84,7 @@ def test_an_update_follows_the_formulas_row_by_row(change):
     config = config_of({"burn_in": 5}, change)
     parts = run(config, ticks=9)
     learner = parts.first.learners["v"]
-    state, settings = learner.state, learner.inputs
+    state, settings = learner.state, learner.settings
     (batch,) = learner.draw(1, torch.Generator().manual_seed(1))
     net, target = state.nets
     losses, weights, priorities, cuts = 0.0, 0.0, [], 0
@@ -107,7 +108,7 @@ def test_an_update_follows_the_formulas_row_by_row(change):
     assert cuts > 0  # time limits: values of true final observations
     seen = {}
     state.priorities.update = lambda index, priority, mask: seen.update(index=index, priority=priority, mask=mask)
-    metrics = r2d2.r2d2_update(state, settings, batch, learner.gen)
+    metrics = r2d2.r2d2_update(state, batch, settings, learner.gen)
     assert metrics["loss/critic"].item() == pytest.approx(losses / weights, rel=1e-4)
     assert seen["priority"].tolist() == pytest.approx(priorities, rel=1e-4, abs=1e-6)
     assert torch.equal(seen["index"], batch.index)
@@ -177,7 +178,7 @@ def test_the_learner_sees_the_values_that_the_actor_saw():
     parts = start(config_of(fixed), Inline())
     parts.first.collector.run(43)
     learner = parts.first.learners["v"]
-    cursor = parts.first.cursors["v"]
+    cursor = parts.first.learners["v"].draw.cursor
     for mine, live in zip(cursor.tensors(), parts.first.collector.replays[0].live.tensors(), strict=True):
         mine.copy_(live)
     ranked = learner.state.priorities

@@ -78,7 +78,7 @@ def test_minibatches_hold_what_follows_each_row():
     parts.first.workers["collector"].run(8)
     learner, segment = parts.first.learners["learner"], parts.first.collector.stores[0].segment()
     state, gen = learner.state, Generator().manual_seed(5)
-    found = reppo.evaluate_segment(state, replace(learner.inputs, minibatches=1), segment, gen)
+    found = reppo.evaluate_segment(state, segment, replace(learner.settings, minibatches=1), gen)
     gen, checked = Generator().manual_seed(5), 0
     with torch.no_grad():
         mean, log_std = state.policy(segment.obs).chunk(2, -1)
@@ -93,8 +93,8 @@ def test_minibatches_hold_what_follows_each_row():
     before = learner.gen.get_state()
     batches = list(learner.draw(8, learner.gen))
     learner.gen.set_state(before)
-    found = reppo.evaluate_segment(state, learner.inputs, segment, learner.gen)
-    want = soft_rows(segment, found, reppo.soft_returns(learner.inputs, segment, found, torch.tensor(0.01)))
+    found = reppo.evaluate_segment(state, segment, learner.settings, learner.gen)
+    want = soft_rows(segment, found, reppo.soft_returns(learner.settings, segment, found, torch.tensor(0.01)))
     for epoch in (batches[:4], batches[4:]):
         got = {}
         for b in epoch:
@@ -288,7 +288,7 @@ def test_updates_agree_with_a_second_implementation(samples):
         batch = random_minibatch(data)
         with torch.no_grad():  # old policies around the present one, so that some rows are near it
             batch = batch._replace(params=state.policy(batch.obs) + 0.25 * batch.params)
-        out = reppo.reppo_update(state, config.algo, batch, noise)
+        out = reppo.reppo_update(state, batch, config.algo, noise)
         loss, error, norm = other.critic(batch)
         assert out["loss/critic"].item() == pytest.approx(loss.item(), **close)
         assert out["loss/embedding"].item() == pytest.approx(error.item(), **close)
@@ -325,7 +325,7 @@ def test_the_policys_step_leaves_no_gradient_in_the_critic():
     config, state = double_learner()
     batch, gen = random_minibatch(Generator().manual_seed(0)), Generator().manual_seed(1)
     state.critic_optimizer.zero_grad()
-    reppo.policy_step(state, config.algo, batch, batch.mask / batch.mask.sum(), gen)
+    reppo.policy_step(state, batch, config.algo, batch.mask / batch.mask.sum(), gen)
     assert state.critic.data.grad.abs().max() == 0
     assert state.optimizer.flat.data.grad.abs().max() > 0
 

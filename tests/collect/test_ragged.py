@@ -63,7 +63,7 @@ def sequences_of(env, steps=60):
     parts.warm_up(16)
     parts.begin()
     parts.first.collector.run(steps)
-    learner, cursor = parts.first.learners["v"], parts.first.cursors["v"]
+    learner, cursor = parts.first.learners["v"], parts.first.learners["v"].draw.cursor
     for mine, live in zip(cursor.tensors(), parts.first.collector.replays[0].live.tensors(), strict=True):
         mine.copy_(live)
     sequences, out = learner.state.priorities.sequences, {}
@@ -72,7 +72,7 @@ def sequences_of(env, steps=60):
         batch = sequences.read(cursor, start[index].view(1), sequences.column(index).view(1))
         q, after = (r2d2.sequence_values(net, batch, sequences.burn_in) for net in learner.state.nets)
         ahead = after.gather(-1, q.argmax(-1, keepdim=True)).squeeze(-1).gather(0, batch.successor)
-        target = r2d2.targets(batch.reward, batch.discount, ahead, learner.inputs.rescale)
+        target = r2d2.targets(batch.reward, batch.discount, ahead, learner.settings.rescale)
         row = int(start[index])
         out[int(index) % N, row] = (batch.carry, batch.action, batch.mask, target * batch.mask)
     return out, cursor.head
@@ -191,7 +191,7 @@ def test_priorities_hold_with_columns_apart():
     ranked, ring, cursor = (
         parts.first.learners["v"].state.priorities,
         parts.first.collector.replays[0],
-        parts.first.cursors["v"],
+        parts.first.learners["v"].draw.cursor,
     )
     ranked.open(cursor, torch.tensor(1.0))  # as of the newest seal
     leaves = ranked.tree.levels[0][: ring.rows * N].view(ring.rows, N)

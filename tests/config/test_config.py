@@ -9,10 +9,10 @@ import torch
 from run_files import mutate, words
 
 from pql.algos.registry import family_of
-from pql.config import Config, from_dict, leaves, to_dict
+from pql.config import Config, DdpgConfig, SacConfig, from_dict, leaves, to_dict
 from pql.config.algorithms import RECORDS
 from pql.config.compose import compose, known_settings, parse_override, parse_word
-from pql.config.fields import condition_text, settings
+from pql.config.fields import KEY, condition_text, like, settings
 from pql.config.files import read_yaml
 from pql.config.layers import GROUPS, Presets
 from pql.config.validate import resolve_device, validate
@@ -584,3 +584,17 @@ def test_plain_values_are_read_as_by_the_grammar(text):
     (_, read), meant = parse_word(f"k={text}"), parse_override("k", text).value()
     assert type(read) is type(meant)
     assert repr(read) == repr(meant)
+
+
+def test_groups_of_settings_have_few_ancestors_and_share_declarations():
+    kinds = {type(one.record) for record in RECORDS.values() for one in settings(record()) if "." in one.name}
+    assert max(len(kind.__mro__) - 2 for kind in kinds) <= 3
+    again = like(SacConfig, "alpha", 2.0, doc="Another.")
+    declared = next(one.declaration for one in settings(SacConfig()) if one.name == "alpha")
+    assert (again.default, again.metadata[KEY]) == (2.0, dataclasses.replace(declared, doc="Another."))
+    assert like(SacConfig, "alpha").default == SacConfig().alpha
+
+
+def test_a_record_of_another_family_is_refused():
+    with pytest.raises(TypeError, match="algo=pql has DdpgConfig, not SacConfig"):
+        family_of(Config(algo=DdpgConfig(name="pql", family="sac")))

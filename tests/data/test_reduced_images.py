@@ -7,7 +7,7 @@ from pictures import averaged
 from safetensors.torch import load_file, save_file
 from test_transitions_frames import FakeCollector
 
-from pql.algos.registry import stored_obs
+from pql.algos.builders import stored_obs
 from pql.collect.prefill import prefill
 from pql.contract.env import Box, EnvSpec, ObsSpec
 from pql.data import transitions

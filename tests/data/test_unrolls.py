@@ -202,7 +202,7 @@ def targets_of(env, rounds):
         with torch.no_grad():
             params, values = net.evaluate(batch.obs, batch.carry[0], batch.first, batch.final_row)
         log_ratio = dist.log_prob(params, batch.action) - dist.log_prob(batch.params, batch.action)
-        corrected = torch.stack(impala.correct(learner.inputs, batch, log_ratio, values))
+        corrected = torch.stack(impala.correct(learner.settings, batch, log_ratio, values))
         for c in range(8):
             if not (batch.mask[:, c] > 0).any():
                 continue

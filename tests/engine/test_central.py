@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from pql.engine.central import Central, CentralOptimizer, ReplicaStopped, Turns
+from pql.engine.flat import Flat
 from pql.engine.optim import AdamW, Optimizer, RMSProp
-from pql.nets.mlp import Flat, Layers, mlp
+from pql.nets.mlp import Layers, mlp
 
 KINDS = {
     "adam": lambda flat: AdamW(flat, 1e-2, 0.5, weight_decay=0.1),

@@ -11,8 +11,9 @@ from oracles import AdamW as SlowAdamW
 from torch import nn
 
 from pql.engine.executors import Inline
+from pql.engine.flat import Flat
 from pql.engine.optim import AdamW, LrSchedule, RAdam, RMSProp, RMSPropTF, polyak
-from pql.nets.mlp import Flat, Layers, mlp
+from pql.nets.mlp import Layers, mlp
 from pql.run.build import build
 
 

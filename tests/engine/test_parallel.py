@@ -231,7 +231,7 @@ def update(learner, batch, noise: Tensor) -> None:
     """One update; what it would draw are rows of ``noise``."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "randn", lambda *shape, **kw: noise[: batch.mask.shape[0]])
-        learner.update(learner.state, learner.inputs, batch, learner.gen)
+        learner.update(learner.state, batch, learner.settings, learner.gen)
 
 
 def off_policy(setting: str) -> dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]:
@@ -293,7 +293,7 @@ def value_based(variant: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     shared.state.connect(group())
     for _ in range(3):
         for learner, rows in ((whole, batch), (shared, cut(batch))):
-            learner.update(learner.state, learner.inputs, rows, learner.gen)
+            learner.update(learner.state, rows, learner.settings, learner.gen)
     return flatten(whole.state.state_dict()), flatten(shared.state.state_dict())
 
 
@@ -318,7 +318,7 @@ def rollout_values() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     batch = pqn.ValueMinibatch(rows.obs, rows.action, rows.reward, rows.mask)
     for _ in range(3):
         for learner, part in ((whole, batch), (shared, cut(batch))):
-            learner.update(learner.state, learner.inputs, part, learner.gen)
+            learner.update(learner.state, part, learner.settings, learner.gen)
     return flatten(whole.state.state_dict()), flatten(shared.state.state_dict())
 
 
@@ -378,8 +378,8 @@ def on_policy(setting: str) -> dict[str, dict[str, Tensor]]:
             state.connect(group())
         reported = []
         for _ in range(3):
-            for batch in ppo.draw_ppo(state, learner.inputs, part, torch.Generator().manual_seed(1)):
-                metrics = ppo.ppo_update(state, learner.inputs, batch, torch.Generator())
+            for batch in ppo.draw_ppo(state, part, learner.settings, torch.Generator().manual_seed(1)):
+                metrics = ppo.ppo_update(state, batch, learner.settings, torch.Generator())
                 reported.append([metrics[f"policy/{k}"].clone() for k in ("lr", "updates_kept", "kl")])
         lrs, kept, kls = (torch.stack(column) for column in zip(*reported, strict=True))
         out[name] = flatten(state.state_dict()) | {"lrs": lrs, "kept": kept, "kls": kls}

@@ -77,7 +77,7 @@ def test_statistics_of_batch_norm_are_one_tick_old_where_others_use_them():
     parts, older = (run(config, Inline(), ticks).first for ticks in (12, 11))
     for owner, reader, name in (("p", "v", "policy"), ("v", "p", "critic")):
         own, before = (getattr(one.learners[owner].state, name).module.state_dict() for one in (parts, older))
-        copies = [getattr(parts.learners[reader].inputs, name).state_dict()]
+        copies = [getattr(parts.learners[reader].state, name).state_dict()]
         copies += [parts.collector.actor.policy.state_dict()] if name == "policy" else []
         statistics = [k for k in own if k.endswith(("running_mean", "running_var"))]
         assert len(statistics) >= 4

@@ -319,6 +319,14 @@ def test_the_modules_that_a_run_loads_are_known_before_and_nothing_runs(
     assert len(listed) > 30
 
 
+def test_a_module_that_is_asked_for_outside_of_a_launch_is_loaded() -> None:
+    """On a GPU MuJoCo Warp asks a kernel for its best block size before it launches it."""
+    engine, got = warp_of(build("halfcheetah", 2)), []
+    module, block = kernels.variants([partial(engine._launch, "reset")])[0]
+    assert kernels.variants([lambda: got.append(module.load("cpu", block))]) == []
+    assert got[0] is not None
+
+
 def test_compilation_says_how_far_it_is_and_that_it_takes_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
     env, clock, said = build("halfcheetah", 4), iter(range(0, 900, 3)), []
     monkeypatch.setattr(kernels, "AT_ONCE", 4)

@@ -482,8 +482,8 @@ def test_reading_between_ticks_is_ordered_with_them():
         with parts.schedule.executor.exclusive():
             torch.cuda._sleep(CYCLES // 100)
             counts.append(parts.first.collector.replays[0].live.head[0].clone())
-    # Row by row; with a filler row after the episode that ends in one of these steps or in the warm-up.
-    assert [int(after - before) for before, after in itertools.pairwise(counts)] == [1, 1, 1, 1]
+    # Row by row; with a filler row after the episode of seven steps that ends in one of these steps or in the warm-up.
+    assert sorted(int(after - before) for before, after in itertools.pairwise(counts)) in ([1, 1, 1, 1], [1, 1, 1, 2])
     assert int(counts[0]) - parts.config.algo.warmup_steps in (1, 2)
 
 

@@ -25,7 +25,7 @@ REAL = gpu_check.parse([])
 
 @pytest.mark.parametrize("name", _gpu_cases.configs(REAL))
 def test_every_configuration_fits_its_task_at_its_real_size(name, monkeypatch):
-    for place in ("pql.algos.registry", "pql.algos.on_policy"):
+    for place in ("pql.algos.builders", "pql.algos.on_policy"):
         monkeypatch.setattr(f"{place}.available_bytes", lambda device: 80 << 30)  # as much as a large GPU has
     config = _gpu_cases.configs(REAL)[name]
     if config.task.name == "ant":

@@ -109,7 +109,8 @@ class Asserts(Counter):
 if machine == "stand-in":
     pretend(pytest.MonkeyPatch())
 register("asserts", lambda num_envs, device: Asserts(num_envs, device))
-sys.exit(main(sys.argv[4:]))
+sys.argv = ["pql", *sys.argv[4:]]
+sys.exit(main())
 """
 
 

@@ -14,12 +14,12 @@ from pql.algos.on_policy import make_body, make_stochastic_policy
 from pql.config import EncoderConfig, PlacementConfig, ValueEncoderConfig, from_dict, to_dict
 from pql.config.validate import validate
 from pql.contract.env import Box, Discrete, EnvSpec, ObsSpec
+from pql.engine.flat import Flat
 from pql.engine.optim import AdamW
 from pql.engine.placement import set_precision
 from pql.errors import ConfigError
 from pql.nets.cnn import MaxPoolTo, Residual, SpectralConv2d, fold, least_side, reduced
 from pql.nets.encoders import Encoder, Pictures, convolvable, groups_of
-from pql.nets.mlp import Flat
 
 CPU = torch.device("cpu")
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from pql.engine.flat import Flat
 from pql.nets.layers import (
     BatchNorm,
     EnsembleLinear,
@@ -15,7 +16,7 @@ from pql.nets.layers import (
     batch_statistics,
     project_weights,
 )
-from pql.nets.mlp import Critic, Flat, Layers, NetInput, mlp
+from pql.nets.mlp import Critic, Layers, NetInput, mlp
 
 BATCHES, B, SIZE = 4, 32, 5
 

@@ -8,7 +8,8 @@ import torch
 from oracles import dueling, noisy_linear
 from torch import nn
 
-from pql.nets.mlp import Flat, Layers, NetInput
+from pql.engine.flat import Flat
+from pql.nets.mlp import Layers, NetInput
 from pql.nets.q import NoisyLinear, QNetwork, QuantileNetwork, redraw_noise
 
 D, N = 3, 4  # features, actions

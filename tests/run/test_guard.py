@@ -11,9 +11,10 @@ from torch import nn
 from pql.algos import critics
 from pql.collect import saturation
 from pql.engine.central import Central, CentralOptimizer
+from pql.engine.flat import Flat
 from pql.engine.optim import AdamW, RAdam, RMSProp, RMSPropTF
 from pql.errors import PqlWarning, RunError
-from pql.nets.mlp import DeterministicPolicy, Flat, Layers, mlp
+from pql.nets.mlp import DeterministicPolicy, Layers, mlp
 from pql.run import guard
 from pql.run.guard import FROZEN_UPDATES, LIMIT, FrozenPolicy, NonFiniteMonitor
 from pql.run.store import checkpoint

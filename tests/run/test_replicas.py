@@ -86,7 +86,7 @@ def serial_reference(change, count, rounds, make_optimizer):
         batches = [iter(learner.draw(updates, learner.gen)) for learner in learners]
         for _ in range(updates):
             for learner, batch in zip(learners, batches, strict=True):
-                ppo.ppo_update(learner.state, learner.inputs, next(batch), learner.gen)
+                ppo.ppo_update(learner.state, next(batch), learner.settings, learner.gen)
     return shared.data, [one.first.collector.obs["policy"] for one in runs]
 
 

@@ -32,7 +32,10 @@ class Unlaunched(Exception):  # noqa: N818
 
 
 def variants(launches: Sequence[Callable[[], None]]) -> list[Variant]:
-    """Return what ``launches`` would load, in order. No kernel runs; both sides of each branch are followed."""
+    """Return what ``launches`` would load, in order. No kernel runs; both sides of each branch are followed.
+
+    A module that is asked for outside of a launch is loaded: on a GPU, MuJoCo Warp asks some for their best block size.
+    """
     found: dict[Variant, None] = {}
     with _listing(found):
         for launch in launches:
@@ -45,19 +48,26 @@ def _listing(found: dict[Variant, None]) -> Iterator[None]:
     module_class: Any = wp.Module
     me, load = threading.get_ident(), module_class.load
     real = {name: getattr(wp, name) for name in ("launch", "launch_tiled", "capture_while", "capture_if")}
+    depth = 0  # of launches of this thread: launch_tiled calls launch
 
     def loaded(module: wp.Module, device: Any, block_dim: int | None = None, *more: Any, **named: Any) -> Any:
-        if threading.get_ident() != me:
+        if threading.get_ident() != me or not depth:
             return load(module, device, block_dim, *more, **named)
         found[module, block_dim] = None
         raise Unlaunched
 
     def launching(name: str) -> Callable[..., Any]:
         def launch(*args: Any, **named: Any) -> Any:
+            nonlocal depth
+            if threading.get_ident() != me:
+                return real[name](*args, **named)
+            depth += 1
             try:
                 return real[name](*args, **named)
             except Unlaunched:
                 return None
+            finally:
+                depth -= 1
 
         return launch
 

@@ -4,25 +4,19 @@ Source: Chen et al. 2021 (REDQ), without its entropy bonus and its update-to-dat
 algorithm in its own package; for training use ``algo.critic.subset``, which the library has.
 """
 
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Generator, nn
 
+from pql.algos import ddpg
 from pql.algos.critics import CriticState, loss_share
-from pql.algos.ddpg import (
-    ValueInputs,
-    ddpg_policy_trainer,
-    ddpg_value_trainer,
-    deterministic_action,
-    deterministic_policy,
-)
-from pql.algos.off_policy import OffPolicy, Trainer
+from pql.algos.off_policy import ValueDraw
+from pql.algos.registry import Setup
 from pql.config import Config, DdpgConfig
-from pql.config.families import own
 from pql.config.fields import setting
 from pql.engine.optim import polyak
+from pql.engine.worker import Learner
 from pql.errors import ConfigError
 from pql.nets.mlp import Critic
 from pql.types import Batch, Metrics
@@ -41,27 +35,25 @@ class RedqConfig(DdpgConfig):
             raise ConfigError("algo.subset", self.subset, f"at most algo.critic.ensemble={self.critic.ensemble}")
 
 
-def value_update(state: CriticState, inputs: ValueInputs, batch: Batch, gen: Generator, subset: int) -> Metrics:
+def value_update(state: CriticState, batch: Batch, settings: RedqConfig, gen: Generator) -> Metrics:
     """One step of every critic towards r + discount * min over ``subset`` of Q'(s', pi(s'))."""
     share = loss_share(batch.mask, batch.weight)
     with torch.no_grad():
-        values = state.target.module(batch.next_obs, inputs.policy(batch.next_obs))  # [E, B]
-        drawn = torch.rand(values.shape[0], generator=gen, device=values.device).argsort()[:subset]
+        values = state.target.module(batch.next_obs, state.policy(batch.next_obs))  # [E, B]
+        drawn = torch.rand(values.shape[0], generator=gen, device=values.device).argsort()[: settings.subset]
         target = torch.addcmul(batch.reward, batch.discount, values.index_select(0, drawn).amin(0))
     q = state.critic.module(batch.obs, batch.action)
     total = ((q - target).square() * share).sum()
     state.optimizer.zero_grad()
     total.backward()
     norm = state.optimizer.step(mask=batch.mask)
-    polyak(state.target, state.critic, state.tau)
+    polyak(state.target, state.critic, settings.critic.tau)
     return {"loss/critic": total.detach(), "value/q": (q.detach()[0] * share).sum(), "grad_norm/critic": norm}
 
 
-def trainer(config: Config, critic: Critic, policy: nn.Module, device: torch.device) -> Trainer:
-    """The V-learner's side: DDPG's, with another update."""
-    made = ddpg_value_trainer(config, critic, policy, device)
-    made.update = partial(value_update, subset=own(config, RedqConfig).subset)
-    return made
+def value_learner(setup: Setup[RedqConfig], critic: Critic, policy: nn.Module, draw: ValueDraw) -> Learner:
+    """DDPG's V-learner with another update."""
+    return replace(ddpg.ddpg_value_learner(setup, critic, policy, draw), update=value_update)
 
 
-FAMILY = OffPolicy(RedqConfig, deterministic_policy, deterministic_action, trainer, ddpg_policy_trainer).family()
+FAMILY = replace(ddpg.DDPG, settings=RedqConfig, value_learner=value_learner).family()

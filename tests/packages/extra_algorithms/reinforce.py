@@ -17,8 +17,8 @@ from pql.config.algorithms import StochasticConfig
 from pql.config.fields import setting
 from pql.data.returns import lambda_returns, valued_rows
 from pql.data.rollout import Segment
+from pql.engine.flat import Flat
 from pql.engine.optim import Optimizer
-from pql.nets.mlp import Flat
 from pql.types import Metrics
 
 
@@ -31,9 +31,9 @@ class ReinforceConfig(StochasticConfig):
     minibatches: int = setting(1, "One update on the whole rollout.", low=1, high=1)
 
 
-def draw(state: PpoState, settings: ReinforceConfig, segment: Segment, gen: Generator) -> Iterator[dict[str, Any]]:
+def draw(state: PpoState, segment: Segment, settings: ReinforceConfig, gen: Generator) -> Iterator[dict[str, Any]]:
     """One batch: the rollout's rows, [T, N], with their returns."""
-    begin_ppo_tick(state, settings, segment)
+    begin_ppo_tick(state, segment, settings)
     rows = segment.mask.shape[0]
     with torch.no_grad():
         values = state.net.values(segment.obs)  # [T + 1 + K + 1, N]
@@ -42,7 +42,7 @@ def draw(state: PpoState, settings: ReinforceConfig, segment: Segment, gen: Gene
     yield {"obs": obs, "action": segment.action, "target": target, "baseline": values[:rows], "mask": segment.mask}
 
 
-def update(state: PpoState, settings: ReinforceConfig, batch: dict[str, Any], gen: Generator) -> Metrics:
+def update(state: PpoState, batch: dict[str, Any], settings: ReinforceConfig, gen: Generator) -> Metrics:
     """One step on -E[(G - b) log pi] + value_coef E[(G - b)^2]."""
     params, value = state.net(batch["obs"])
     share = batch["mask"] / batch["mask"].sum().clamp(min=1)

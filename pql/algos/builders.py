@@ -1,0 +1,112 @@
+"""Parts that families build from a config and an environment: checks, the normaliser, the replay."""
+
+from collections.abc import Sequence
+
+import torch
+
+from pql.algos.registry import Setup
+from pql.config import Config
+from pql.config.algorithms import ActorCriticConfig, ReplayAlgoConfig
+from pql.contract.env import Box, Discrete, EnvSpec, MultiDiscrete, ObsSpec
+from pql.data.frames import deepest, stored_spec
+from pql.data.normalize import Normalizer
+from pql.data.priority import least_rows
+from pql.data.replay import Replay
+from pql.data.sizes import ReplayLayout, preflight
+from pql.engine.placement import available_bytes
+from pql.engine.schedule import Counts
+from pql.errors import ConfigError
+from pql.nets.encoders import groups_of
+
+
+def make_normalizer(setup: Setup) -> Normalizer:
+    """Create the collector's normaliser."""
+    config, spec, algo = setup.config, setup.spec, setup.config.algo
+    # A task's factor would shrink their normalised rewards again. On-policy presets were found with both.
+    replaced = isinstance(algo, ActorCriticConfig) and algo.normalize_reward
+    return Normalizer(
+        spec.obs,
+        spec.num_envs,
+        setup.devices["collector"],
+        algo.normalize_obs,
+        algo.reward_scale * (1.0 if replaced else config.task.reward_scale),
+        algo.gamma if algo.normalize_reward else None,
+        config.task.reward_clip,
+        algo.return_cap if algo.normalize_reward else None,
+        algo.normalize_integers,
+    )
+
+
+def check_continuous(config: Config, spec: EnvSpec) -> None:
+    """Raises ``ConfigError`` for discrete actions."""
+    if not isinstance(spec.action, Box):
+        raise ConfigError("task", config.task.name, f"a task with bounded continuous actions; {advice(spec)}")
+
+
+def advice(spec: EnvSpec) -> str:
+    """Name the actions of a task that an algorithm does not support, and algorithms that do."""
+    takers = {Box: "pql, sac, ppo", Discrete: "dqn, ppo, pqn, impala", MultiDiscrete: "ppo, a2c, appo, impala"}
+    return f"this one has {spec.action}: for that, algo={takers[type(spec.action)]}, ..."
+
+
+def check_obs(config: Config, spec: EnvSpec) -> None:
+    """Raises ``ConfigError`` for an unsupported observation. Custom networks are not checked."""
+    for which in ("policy", "critic"):
+        if getattr(config.algo, which).net is None:
+            groups_of(config, spec, which)
+
+
+def ring_rows(
+    config: Config[ReplayAlgoConfig],
+    spec: EnvSpec,
+    counts: Counts,
+    device: torch.device,
+    extra: Sequence[str] = (),
+    prioritized: bool = False,
+) -> int:
+    """Return the rows per environment of a replay of ``replay.capacity`` transitions.
+
+    Args:
+        extra: names of columns stored in addition to the actions.
+        prioritized: rows are drawn by priority.
+    Raises:
+        ConfigError: it is too small for the warm-up or a tick, or does not fit into memory.
+    """
+    replay, layout = config.replay, ring_layout(config, spec, 0, counts, extra)
+    rows, horizon = preflight(layout, replay.capacity, available_bytes(device)), layout.horizon
+    guard, n = horizon + deepest(spec.obs.values()), config.algo.n_step
+    tick = least_rows(horizon, n, guard) if prioritized else guard + n + 1
+    warm_up = guard + config.algo.warmup_steps + 1
+    if rows < max(tick, warm_up):
+        least, what = max((warm_up, "the warm-up"), (tick, "a tick and its n-step windows"))
+        raise ConfigError(
+            "replay.capacity",
+            replay.capacity,
+            f"at least {least * spec.num_envs}: {least} rows of {spec.num_envs} environments for {what}",
+        )
+    return rows
+
+
+def make_ring(setup: Setup, worker: str, obs_only: bool = False, extra: Sequence[str] = ()) -> Replay:
+    """Create an empty replay on ``worker``'s device."""
+    config, spec = setup.config, setup.spec
+    layout = ring_layout(config, spec, setup.rows, setup.counts, extra)
+    clip, ragged = config.task.reward_clip, spec.spread > 1
+    return Replay(layout, setup.devices[worker], obs_only=obs_only, reward_clip=clip, ragged=ragged)
+
+
+def stored_obs(config: Config, spec: EnvSpec) -> dict[str, ObsSpec]:
+    """Return the observation groups as a run's replay stores them."""
+    nets = (getattr(config.algo, name, None) for name in ("policy", "critic"))
+    # A network of the user reads images as the simulator returns them.
+    side = config.algo.encoder.size if all(net is None or net.net is None for net in nets) else None
+    return {k: stored_spec(s, side) for k, s in spec.obs.items()}
+
+
+def ring_layout(config: Config, spec: EnvSpec, rows: int, counts: Counts, extra: Sequence[str]) -> ReplayLayout:
+    """Return the layout of a run's replay."""
+    size, fillers = spec.action.size if isinstance(spec.action, Box) else None, spec.autoreset == "same_step"
+    # Every step may end an episode; one more filler row is written when a run begins new episodes.
+    horizon = counts.horizon * spec.spread * (1 + fillers) + 1
+    dtype, obs = getattr(torch, config.replay.dtype), stored_obs(config, spec)
+    return ReplayLayout(obs, size, spec.num_envs, rows, horizon, fillers, dtype, extra)
