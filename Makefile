@@ -62,9 +62,9 @@ test-all: setup warp robots
 	$(BIN)/pytest -n 2 --dist loadfile -m "slow or not slow" --timeout 1800 $(ARGS)
 
 # The fault matrix at its full counts (up to 90 minutes, resumable): make faults ROWS=12,20-24 for some rows, FRESH=1 to
-# forget earlier outcomes. Writes docs/results/faults.md.
+# forget earlier outcomes. Writes docs/results/quality.md.
 faults: setup
-	$(BIN)/python tools/faults.py --rows '$(ROWS)' $(if $(FRESH),--fresh) --page docs/results/faults.md $(ARGS)
+	$(BIN)/python tools/faults.py --rows '$(ROWS)' $(if $(FRESH),--fresh) --page docs/results/quality.md $(ARGS)
 
 # MuJoCo Warp's engine against C on every robot, on the CPU: ten minutes, most of them compiling kernels.
 test-warp: setup warp robots

@@ -1,4 +1,4 @@
-"""Runs the fault matrix at its full counts and writes docs/results/faults.md.
+"""Runs the fault matrix at its full counts and writes docs/results/quality.md.
 
     make faults                 all rows, at most 90 minutes; continues where it stopped
     make faults ROWS=12,20-24   some rows
@@ -29,9 +29,33 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 from fault_rows import ROWS, Row, numbers, source, stored  # noqa: E402
 
-TEMPLATE = Path(__file__).with_suffix(".md")
-"""The page's text: what a row's count does not say, and what the tests found."""
+NOTES: dict[int, str] = {
+    6: "workers are threads of the test's process; the logger is its tracker's process, without which a run goes on.",
+    11: "the stages are killed by the process that saves; kills at random moments of such a process are further tests.",
+    19: "each run makes ticks for ten minutes; [long runs](#long-runs) has slopes of memory.",
+    20: "the server of *middle* and *end* is a stand-in that speaks wandb's protocol, and goes away.",
+    22: "pings are sent every 0.25 s instead of every 10 s.",
+    24: "2,000 over real streams; the others are frames that the learner's own reader parses. Oversize messages, wrong "
+    "versions and tokens are further tests.",
+    28: "resumed after every tenth kill; every other time it is rank 0, which hosts the store.",
+    30: "with shortened deadlines; of *first actor* it is the signal that is counted, of the others the deadline.",
+    33: "read-only and full: 20 in one process, where calls of the operating system fail, and 5 real processes: on a "
+    "disk of 8 MB in memory that another program fills, and in folders without the permission to write.",
+}
+"""What a row's count does not say, or why a row is below it."""
 
+HEAD = """## Faults
+
+What must happen when something fails, and how often it was shown to happen. `make faults` runs the matrix and writes
+this section ({date}, {machine}). {effort}
+*Tried* counts injected faults, *survived* those with the required outcome; in a row with several forms, both are
+those of the form with the fewest. (*) marks a row below its count; a test that failed first and then passed with the
+same sources counts twice. *Further tests* are not in the count. The time is that of the slowest test, which may
+inject several faults; *commit* is the version that was tested (+: with changes).{gpu}
+
+| row | fault | required outcome | count | tried | survived | further tests | slowest test, s | commit |
+|---|---|---|---|---|---|---|---|---|
+"""
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -41,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--log", default="build/faults.jsonl", help="outcomes; what passed is not repeated")
     parser.add_argument("--fresh", action="store_true", help="forget earlier outcomes")
     parser.add_argument("--table", action="store_true", help="print the table of the outcomes; run nothing")
-    parser.add_argument("--page", help="also write the page to this file")
+    parser.add_argument("--page", help="also write the section \"Faults\" of this page")
     args = parser.parse_args(argv)
     log = Path(args.log)
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -58,11 +82,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         run_pytest(*options, "-n", str(args.processes), "--no-header", "--tb=line")
     runs = latest(stored(str(log)), tests)
     table, forms = rows(runs), form_rows(runs)
-    print("\n".join(table))
+    print("\n".join([*table, "", *forms]))
     if args.page:
-        facts = {"date": time.strftime("%Y-%m-%d"), "machine": common.machine(), "effort": effort(runs), "gpu": gpu()}
-        text = TEMPLATE.read_text().format(**facts, rows="\n".join(table[2:]), forms="\n".join(forms))
-        Path(args.page).write_text(text)
+        head = HEAD.format(date=time.strftime("%Y-%m-%d"), machine=common.machine(), effort=effort(runs), gpu=gpu())
+        write(Path(args.page), head + "\n".join(table[2:]) + "\n" + notes())
     failed = [run for run in runs if run["outcome"] == "failed"]
     for run in failed:
         print(f"failed: {run['test']}", file=sys.stderr)
@@ -72,6 +95,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if other := {run["test"] for run in runs if run.get("source") != source()[1]}:
         print(f"{len(other)} tests were last run with other sources (see the commits in the table)", file=sys.stderr)
     return 1 if failed or short else 0
+
+
+def write(page: Path, section: str) -> None:
+    """Replace the section of a page that has ``section``'s first line as its title, or write a page of it alone."""
+    title = section[: section.index("\n") + 1]
+    before, _, old = (page.read_text() if page.is_file() else "").partition(title)
+    page.write_text(before + section + old[old.find("\n## ") :] * ("\n## " in old))
 
 
 def run_pytest(*options: str, **more: Any) -> "subprocess.CompletedProcess[str]":

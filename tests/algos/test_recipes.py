@@ -502,7 +502,7 @@ def rate(name, update):
 
 @pytest.mark.parametrize("name", ["flashsac", "pql2"])
 def test_atoms_span_up_to_twice_the_returns_that_the_cap_admits(name):
-    """A wider range slows learning down (docs/results/pql2-search.md). squint's CPU scale is wider: +-5 for +-1.5."""
+    """A wider range slows learning down (docs/results/ablations.md). squint's CPU scale is wider: +-5 for +-1.5."""
     algo = compose(["device=cpu", f"algo={name}"]).algo
     assert algo.critic.v_min == -algo.critic.v_max
     assert 0.5 <= algo.return_cap * algo.reward_scale / algo.critic.v_max <= 1

@@ -18,7 +18,7 @@ LIBRARIES = {
     "rl_games": ("rl_games_skrl", "Settings of rl_games"),
     "FastTD3": ("fasttd3_flashsac", "Settings of FastTD3"),
     "FlashSAC": ("fasttd3_flashsac", "Settings of FlashSAC"),
-    "PQL": ("pql_reference", "Settings"),
+    "PQL": ("README", "Settings of the PQL reference code"),
 }
 """Library -> page and section of its table."""
 KNOWN = known_settings()

@@ -33,10 +33,10 @@ EXECUTORS = {  # (page, a text that only this block of the page has): the test t
     ("docs/migrate/sb3.md", "pql.train"): "tests/project/test_migrate_pages.py",
     ("docs/networks.md", "class MyPolicy"): "tests/nets/test_encoders.py",
     ("docs/play.md", "def render"): HERE,
-    ("docs/r2d2.md", "LastAction"): HERE,
+    ("docs/dqn.md", "LastAction"): HERE,
     ("docs/replay.md", "save_file"): HERE,
-    ("docs/results/pql2-cpu.md", "linear_error"): HERE,
-    ("docs/sampling.md", "Grouped"): HERE,
+    ("docs/results/tasks.md", "linear_error"): HERE,
+    ("docs/guides/performance.md", "Grouped"): HERE,
     ("docs/simulators.md", "flight_recorder"): HERE,
     ("docs/simulators.md", "make_vec"): HERE,
     ("docs/simulators.md", "class Reach"): "tests/remote/test_process.py",
@@ -98,7 +98,7 @@ def test_the_loop_of_a_policy_that_reads_the_last_action():
     sizes = ["algo.lstm=8", "algo.critic.hidden=[8]", "algo.burn_in=3", "algo.length=8", "algo.period=4"]
     pql.train(*QUICK, *more, *sizes, "budget.env_steps=80", "run_dir=runs/x", quiet=True)
     scope = {"pql": pql}
-    exec(block("docs/r2d2.md", "LastAction", ("while True:", "for _ in range(60):")), scope)
+    exec(block("docs/dqn.md", "LastAction", ("while True:", "for _ in range(60):")), scope)
     assert scope["step"].obs["last"].shape == (4, 4)  # three actions and the reward
     assert scope["obs"] is scope["step"].obs
 
@@ -117,7 +117,7 @@ def test_episodes_that_follow_their_command(monkeypatch, capsys):
     env = SimpleNamespace(reset=lambda seed: {"policy": torch.zeros(64, 1)}, step=step)
     monkeypatch.setattr(pql, "make_env", lambda name, num_envs: env)
     monkeypatch.setattr(pql, "load_policy", lambda run: lambda obs: obs)
-    exec(block("docs/results/pql2-cpu.md", "linear_error"), {})
+    exec(block("docs/results/tasks.md", "linear_error"), {})
     assert capsys.readouterr().out == "tensor(0.3906)\n"
 
 
@@ -130,7 +130,7 @@ def test_two_simulators_in_two_groups():
     scope = {"__name__": "drift"}
     exec(block("docs/start/own-simulator.md", "class Drift"), scope)
     small = f'"budget.env_steps=2560", "algo.warmup_steps=32", {", ".join(map(repr, QUICK))}, quiet=True'
-    code = block("docs/sampling.md", "Grouped", ('"budget.seconds=30"', small))
+    code = block("docs/guides/performance.md", "Grouped", ('"budget.seconds=30"', small))
     exec(code, here := {"pql": pql, "MySimulator": scope["Drift"]})
     assert (here["env"].spec.num_envs, here["env"].spec.groups) == (64, 2)
     assert [*Path("runs").glob("*/summary.json")] != []

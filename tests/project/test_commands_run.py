@@ -50,11 +50,8 @@ COVERED = {
 }
 WITHOUT = {  # pages whose commands are all of these kinds, or printed on an earlier page, too
     "docs/contributing.md",
-    "docs/hub.md",
-    "docs/results/originals.md",
-    "docs/results/pass-rates-cpu.md",
-    "docs/results/peers-cpu.md",
-    "docs/results/peers-off-policy.md",
+    "docs/results/libraries.md",
+    "docs/results/quality.md",
 }
 ARM = """
 import torch, pql

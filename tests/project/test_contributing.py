@@ -1,4 +1,4 @@
-"""The worked examples of docs/contributing.md work as described."""
+"""The worked examples of docs/contributing.md work as described; docs/layout.md names what there is."""
 
 import re
 from pathlib import Path
@@ -12,6 +12,7 @@ from pql.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "contributing.md").read_text()
+LAYOUT = (ROOT / "docs" / "layout.md").read_text()
 
 
 def blocks(language):
@@ -54,7 +55,7 @@ def test_a_setting_is_a_line():
 
 
 def test_the_packages_are_those_of_the_table():
-    packages = re.findall(r"`(\w+)/`", re.search(r"^\| package .*?\n\n", TEXT, re.M | re.S)[0])
+    packages = re.findall(r"`(\w+)/`", re.search(r"^\| package .*?\n\n", LAYOUT, re.M | re.S)[0])
     found = {p.name for p in (ROOT / "pql").iterdir() if p.is_dir() and p.name != "__pycache__"}
     assert {*packages} - {"log", "store", "export", "hub", "watch"} == found
 
@@ -63,3 +64,16 @@ def test_every_file_that_is_named_exists():
     named = {w for w in re.findall(r"`((?:pql|tests|tools|docs)/[\w/.]+)`", TEXT) if "NAME" not in w}
     assert len(named) >= 10
     assert [w for w in named if not (ROOT / w).exists()] == []
+
+
+def test_the_page_of_the_layout_names_files_and_functions_that_exist():
+    named = {word for word in re.findall(r"`([a-z][\w/]*(?:/[\w.]+|/))`", LAYOUT) if word.split("/")[0] != "tests"}
+    inner = ("log/", "store/", "export/", "hub/", "watch/", "pql/")
+    assert len(named) > 40
+    assert [w for w in named if w not in inner and not (ROOT / "pql" / w).exists()] == []
+    calls = re.findall(r"`([\w/]+\.py)`: `([\w.]+)`(?:, `([\w.]+)`)?", LAYOUT)
+    assert len(calls) >= 10
+    for file, *functions in calls:
+        text = (ROOT / "pql" / file).read_text()
+        for name in (part for function in functions for part in function.split(".") if part):
+            assert re.search(rf"^ *(def|class) {name}\b", text, re.M), (file, name)

@@ -146,9 +146,17 @@ def test_the_table_counts_injected_faults_by_the_outcomes_with_the_last_sources(
     assert "row 8, twice: 7 of 50\n" in err
     assert "row 36" not in err
     page = (tmp_path / "page.md").read_text()
-    assert "| 8 | once | 50 | 60 | 60 | 0.3 |\n| 8 | twice | 50 | 7 (*) | 7 | 0.4 |\n" in page
+    assert "| 8 | once | 50 | 60 | 60 | 0.3 |\n| 8 | twice | 50 | 7 (*) | 7 | 0.4 |\n" in out
     assert "7 tests took 0 minutes in all, several at a time (load average 1.5 in the median, at most 1.5)." in page
     assert ("nothing here was measured on a GPU" in page) != torch.cuda.is_available()
+
+
+def test_a_page_keeps_its_other_sections(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# Quality\n\n## Faults\n\nold\n\n## Long runs\n\nsame\n")
+    for text in ("new", "newer"):
+        faults.write(page, f"## Faults\n\n{text}\n")
+        assert page.read_text() == f"# Quality\n\n## Faults\n\n{text}\n\n## Long runs\n\nsame\n"
 
 
 def test_the_status_is_that_of_the_rows_that_were_asked_for(log):

@@ -83,7 +83,7 @@ def test_every_preset_and_command_is_documented():
 
 
 def test_the_page_of_installation_lists_every_extra_and_which_of_them_make_installs():
-    text = (ROOT / "docs" / "start" / "install.md").read_text()
+    text = (ROOT / "docs" / "start" / "first-run.md").read_text()
     table = text[text.index("| extra | for |") :].partition("\n\n")[0]
     rows = [row.strip("|").split("|") for row in table.splitlines()[2:]]
     listed = {extra: last.strip() for first, _, last in rows for extra in re.findall(r"`(\w+)`", first)}
