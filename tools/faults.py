@@ -57,6 +57,7 @@ inject several faults; *commit* is the version that was tested (+: with changes)
 |---|---|---|---|---|---|---|---|---|
 """
 
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="", help="such as 1,2,5-9; all by default")
@@ -65,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--log", default="build/faults.jsonl", help="outcomes; what passed is not repeated")
     parser.add_argument("--fresh", action="store_true", help="forget earlier outcomes")
     parser.add_argument("--table", action="store_true", help="print the table of the outcomes; run nothing")
-    parser.add_argument("--page", help="also write the section \"Faults\" of this page")
+    parser.add_argument("--page", help='also write the section "Faults" of this page')
     args = parser.parse_args(argv)
     log = Path(args.log)
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -155,7 +156,7 @@ def below(number: int, runs: Sequence[dict[str, Any]]) -> list[str]:
 
 def rows(runs: Sequence[dict[str, Any]]) -> list[str]:
     """Return the table's lines, with its head."""
-    out = TEMPLATE.read_text().partition("\n{rows}")[0].splitlines()[-2:]
+    out = HEAD.splitlines()[-2:]
     for number, row in ROWS.items():
         forms, more = [of(number, runs, form) for form in row.forms], of(number, runs, None)
         tried, survived = min(map(counted, forms), key=lambda counts: counts[1])
@@ -166,6 +167,11 @@ def rows(runs: Sequence[dict[str, Any]]) -> list[str]:
         counts = (asked(row), f"{tried:,}{'' if whole else ' (*)'}", f"{survived:,}", further, slowest(own), commits)
         out.append(f"| {number} | {row.fault} | {row.outcome} | {' | '.join(counts)} |")
     return out
+
+
+def notes() -> str:
+    """Return the notes on rows as a list."""
+    return "".join(f"\n* **Row {number}**: {text}" for number, text in sorted(NOTES.items())) + "\n" * bool(NOTES)
 
 
 def asked(row: Row) -> str:
