@@ -97,8 +97,7 @@ def _assemble(setup: Setup, wiring: Wiring, trace: Trace | None, executor: Execu
     collector, roles, kind = wiring.collector, wiring.roles, config.algo.schedule
     collector.overlap = config.placement.overlap
     owned = {name: source for role in roles.values() for name, source in role.owns.items()}
-    lag = {"policy": getattr(config.algo, "policy_lag", 0)}
-    slots = {name: WeightSlot(name, source, lag.get(name, 0)) for name, source in owned.items()}
+    slots = {name: WeightSlot(name, source) for name, source in owned.items()}
     rounds = 1 if kind == "concurrent" else counts.rounds
     capture: Capture = "off" if kind == "replicas" else setup.capture  # replicas take locks, which cannot be captured
     learners = {w: role.learner for w, role in roles.items() if role.learner is not None}

@@ -76,8 +76,7 @@ class Replica:
     def state_dict(self) -> dict[str, Any]:
         learners = {k: {"state": v.state.state_dict(), "gen": v.gen.get_state()} for k, v in self.learners.items()}
         lost = {k: v.lost for k, v in self.cursors.items()}
-        slots = {k: state for k, slot in self.slots.items() if (state := slot.state_dict())}
-        return {"collector": self.collector.state_dict(), "learners": learners, "lost": lost, "slots": slots}
+        return {"collector": self.collector.state_dict(), "learners": learners, "lost": lost}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore in place."""
@@ -87,8 +86,6 @@ class Replica:
             learner.gen.set_state(state["learners"][k]["gen"].cpu())
         for k, cursor in self.cursors.items():
             cursor.lost.copy_(state["lost"][k])
-        for k, old in state["slots"].items():
-            self.slots[k].load_state_dict(old)
 
 
 @dataclass

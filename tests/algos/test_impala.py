@@ -88,30 +88,22 @@ def test_streams_order_every_cross_worker_read():
     assert check_order(trace.events) == 2 * 7  # policy and rollout
 
 
-@pytest.mark.parametrize(
-    ("changes", "lag"),
-    [
-        ({}, 1),
-        ({"schedule": "lockstep"}, 0),
-        ({"policy_lag": 3}, 4),
-        ({"policy_lag": 8, "schedule": "lockstep"}, 8),
-    ],
-)
+@pytest.mark.parametrize(("schedule", "lag"), [("concurrent", 1), ("lockstep", 0)])
 @pytest.mark.fault(25)
-def test_ratios_and_lags_are_exact_at_every_tick(changes, lag):
-    parts = start(config_of({"algo": changes}), Inline())
+def test_ratios_and_lags_are_exact_at_every_tick(schedule, lag):
+    parts = start(config_of({"algo": {"schedule": schedule}}), Inline())
     begun = parts.first.collector.steps
-    assert begun == 4 + (0 if changes.get("schedule") else 6)  # one rollout before the first tick
+    assert begun == 4 + 6 * lag  # one rollout before the first tick
     for tick in range(1, 14):
         before = parts.first.collector.stores[0].segment().version.clone()
         parts.schedule.tick()
         assert parts.first.collector.steps - begun == 6 * tick
         assert parts.first.jobs["learner"].updates == tick
-        assert parts.schedule.lag == min(lag, tick if lag and not changes.get("schedule") else tick - 1)
+        assert parts.schedule.lag == lag
         metrics = parts.first.jobs["learner"].metrics.drain()
         assert metrics["lag/rows_mean"] == metrics["lag/rows_max"] == min(lag, tick - 1)
         acted = parts.first.collector.stores[0].segment().version
-        assert (acted == max(0, tick - 1 - changes.get("policy_lag", 0))).all()
+        assert (acted == tick - 1).all()
         assert lag == 0 or tick == 1 or (acted >= before).all()
 
 
@@ -295,7 +287,6 @@ LSTM = ("algo.lstm=8", "algo.shared=true")
 CASES = {
     "impala": IMPALA,
     "lstm, filler rows": (*IMPALA, *LSTM, "task=counter", "algo.minibatches=2"),
-    "late weights": (*IMPALA, "algo.policy_lag=3"),
     "lockstep": (*IMPALA, "algo.schedule=lockstep"),
     "appo": ("algo=appo", "algo.horizon=4", "algo.epochs=1", "algo.minibatches=1"),
 }
@@ -309,7 +300,7 @@ def run(run_dir, *more):
 
 
 @pytest.mark.fault(14, form=lambda given: "appo" if "algo=appo" in given["case"] else "impala", count=10)
-@some_of(CASES, keep=["lstm, filler rows", "late weights", "appo"], name="case")
+@some_of(CASES, keep=["lstm, filler rows", "appo"], name="case")
 def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, case, trial):
     seed = f"seed={trial}"
     ahead = 0 if "algo.schedule=lockstep" in case else 4
@@ -321,11 +312,10 @@ def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, case, tri
     assert differences(one, two) == []
     assert one["learners/learner/state/progress/ticks"] == 10
     assert any(k.startswith("collector/replay/0/obs/") for k in one) == bool(ahead)
-    assert any(k.startswith("slots/") for k in one) == ("algo.policy_lag=3" in case)
     last = [row for row in rows(tmp_path / "whole") if "updates/v" in row][-1]
     parts = 2 if "algo.minibatches=2" in case else 1
     assert (last["ratio/v_per_step"], last["ratio/p_per_v"]) == (parts / 4, 1)
-    assert last["lag/policy_ticks"] == (4 if "algo.policy_lag=3" in case else 1 if ahead else 0)
+    assert last["lag/policy_ticks"] == (1 if ahead else 0)
     assert {"loss/policy", "loss/critic", "policy/entropy", "policy/kl", "lag/rows_mean", "lag/rows_max"} <= {*last}
     assert whole.updates_v == whole.updates_p == 10 * parts
 
@@ -368,8 +358,8 @@ def test_the_command_line_trains_evaluates_and_hands_out_a_policy(tmp_path, caps
             "algo.schedule=replicas: expected concurrent or lockstep with algo=impala; only ppo can",
         ),
         (
-            ("algo=pql", "task=pendulum", "algo.policy_lag=2"),
-            "algo.policy_lag=2: expected no such setting: algo=pql does not read it; ppo, impala would",
+            ("algo=pql", "task=pendulum", "algo.init_std=2"),
+            "algo.init_std=2: expected no such setting: algo=pql does not read it; ppo, impala would",
         ),
         (
             ("algo=impala", "algo.critic.lr=1e-3"),

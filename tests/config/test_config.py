@@ -425,7 +425,7 @@ OLDER = {
     "dqn": {"dueling": True, "target_period": 640, "epsilon.kind": "ladder", "priority.alpha": 0.6, "v_per_step": 4},
     "r2d2": {"lstm": 16, "length": 8, "dueling": True, "target_period": 640, "priority.alpha": 0.6},
     "ppo": {"horizon": 24, "epochs": 7, "vtrace.enabled": True, "vtrace.c_bar": 1.5, "central.order": "turns"},
-    "impala": {"horizon": 12, "reduce": "mean", "vtrace.rho_bar": 2.0, "policy.hidden": [48], "policy_lag": 0},
+    "impala": {"horizon": 12, "reduce": "mean", "vtrace.rho_bar": 2.0, "policy.hidden": [48]},
     "pqn": {"horizon": 48, "q_lambda": 0.8, "epsilon.end": 0.2, "critic.hidden": [32]},
 }
 
