@@ -197,7 +197,7 @@ def parser() -> argparse.ArgumentParser:
     sub = top.add_subparsers(required=True, metavar="|".join(COMMANDS), parser_class=Parser)
     train = sub.add_parser("train", add_help=False, help="train: pql train task=halfcheetah algo=pql seed=1")
     train.add_argument(
-        "overrides", nargs="*", help="key=value settings; presets: algo= task= atari= batch= placement= logger= scale="
+        "overrides", nargs="*", help="key=value settings; presets: algo= task= atari= placement= logger= scale="
     )
     train.flags = FLAGS["train"]
     train.add_argument(

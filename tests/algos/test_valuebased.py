@@ -234,7 +234,8 @@ WORDS = (
     "placement.threads.collector=1",
     "placement.threads.v=1",
 )
-FAMILY = [a for a in Presets().names("algo") if compose(["device=cpu", "scale=cpu", f"algo={a}"]).algo.family == "dqn"]
+NAMES = [a for a in Presets().names("algo") if not a.endswith("_512")]  # those differ on task=atari alone
+FAMILY = [a for a in NAMES if compose(["device=cpu", "scale=cpu", f"algo={a}"]).algo.family == "dqn"]
 
 
 def train(run_dir, *overrides):
@@ -488,9 +489,8 @@ def test_features_of_a_network_from_elsewhere_get_the_heads(tmp_path, monkeypatc
         (["algo.p_per_v=0.5"], "algo.p_per_v=0.5: expected no such setting: algo=dqn does not read it"),
         (["algo=pql", "algo.double=true"], "expected no such setting: algo=pql does not read it; dqn, r2d2 would"),
         (["algo.warmup_steps=0"], "algo.warmup_steps=0: expected at least 1"),
-        (["batch=48"], "batch=48: expected a power of two from 32 on"),
-        (["algo=pql", "batch=512"], "batch=512: expected algo=dqn or c51 or eps_rainbow or rainbow with it, not pql"),
-        (["bacth=512"], "bacth=512: expected a known setting (did you mean batch?)"),
+        (["batch=512"], "batch=512: expected a known setting (did you mean algo.batch_size; or algo=dqn_512, c51_512,"),
+        (["algo.batch_sise=512"], "algo.batch_sise=512: expected a known setting (did you mean algo.batch_size?)"),
     ],
 )
 def test_a_wrong_word_is_named_with_what_is_allowed(words, message):
