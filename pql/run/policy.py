@@ -93,10 +93,10 @@ def load_policy(path: str | Path, device: str | torch.device = "cpu", trust: boo
     The policy includes the normaliser. Actions are in [-1, 1], as all environments of this library expect.
 
     Args:
-        trust: accept networks that are neither built in nor registered (``docs/security.md``).
+        trust: accept networks that are neither built in nor registered, and a ``.pt2`` (``docs/security.md``).
     Raises:
-        ConfigError: no such file, a damaged one, one that names untrusted code, or an export whose package is not
-            installed.
+        ConfigError: no such file, a damaged one, one that names or holds untrusted code, or an export whose package is
+            not installed.
     """
     return _open(path, device, trust).policy
 

@@ -163,7 +163,7 @@ def test_several_discrete_actions_resume_bit_for_bit_and_leave_with_their_start(
         forms = ("pt2", "onnx") if scale else ("pt2",)
         pql.export_policy(parts, out=tmp_path / f"{scale}", formats=forms, scale=scale, trust=True)
         for form in forms:
-            policy = load_policy(tmp_path / f"{scale}" / f"policy.{form}")
+            policy = load_policy(tmp_path / f"{scale}" / f"policy.{form}", trust=True)
             assert policy.spec.action == MultiDiscrete((3, 2), (-1, 4))
             assert torch.equal(policy(obs), live(obs))
             raw = policy._function([obs])[0]

@@ -142,7 +142,7 @@ def test_a_run_is_loaded_and_exported_with_the_encoder(tmp_path):
     tensors = checkpoint.load(points(tmp_path)[-1])[0]
     obs = Dial(5).reset(0)["policy"]
     out = pql.export_policy(tmp_path, formats=["pt2"])
-    torch.testing.assert_close(load_policy(out.files["pt2"])(obs), policy(obs))
+    torch.testing.assert_close(load_policy(out.files["pt2"], trust=True)(obs), policy(obs))
     name = "encoder.pictures.policy.net.0.weight"  # in lockstep, the newest of the critics
     assert torch.equal(tensors[f"learners/p/state/policy/{name}"], tensors[f"learners/v/state/critic/{name}"])
     assert not torch.equal(tensors[f"learners/p/state/policy/{name}"], tensors[f"learners/v/state/target/{name}"])

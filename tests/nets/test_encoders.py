@@ -447,7 +447,7 @@ def test_policies_on_whole_numbers_load_and_leave_with_their_scaling(tmp_path, d
     assert 0 < first[0].max() <= bound
     assert first[0].dtype == torch.float32
     for file in pql.export_policy(run.run_dir).files.values():  # each has been compared on 1,000 rows
-        loaded = pql.load_policy(file)
+        loaded = pql.load_policy(file, trust=True)
         assert loaded.metadata["inputs"][0]["dtype"] == str(dtype).removeprefix("torch.")
         torch.testing.assert_close(loaded(largest), action)
 
