@@ -103,8 +103,8 @@ def ready(config: Config, schedule: str, graphs: bool, warm_ticks: int = 5, exec
     algo = replace(config.algo, schedule=schedule)
     parts = build(replace(config, algo=algo, graphs="auto" if graphs else "off"), executor=executor)
     parts.prepare()
-    parts.first.collector.start(seeds(config.seed)["env"])
-    parts.first.collector.warm_up(config.algo.warmup_steps)
+    parts.collector.start(seeds(config.seed)["env"])
+    parts.collector.warm_up(config.algo.warmup_steps)
     parts.begin()
     wait(parts)
     for _ in range(warm_ticks):
@@ -115,13 +115,13 @@ def ready(config: Config, schedule: str, graphs: bool, warm_ticks: int = 5, exec
 
 def close(parts: Parts) -> None:
     parts.schedule.executor.close()
-    parts.first.env.close()
+    parts.env.close()
 
 
 def wait(parts: Parts) -> None:
     """Wait until the device has finished."""
-    if parts.first.env.spec.device.type == "cuda":
-        torch.cuda.synchronize(parts.first.env.spec.device)
+    if parts.env.spec.device.type == "cuda":
+        torch.cuda.synchronize(parts.env.spec.device)
 
 
 def ticks_per_second(parts: Parts, seconds: float) -> Callable[[], float]:
@@ -152,7 +152,7 @@ def host_ms(parts: Parts, repeats: int) -> float:
 def count_work(parts: Parts, job: Callable[[], Any]) -> tuple[int, int]:
     """Return (kernels run on the device, host calls that launch work) of one ``job``."""
     kinds = [torch.profiler.ProfilerActivity.CPU]
-    if parts.first.env.spec.device.type == "cuda":
+    if parts.env.spec.device.type == "cuda":
         kinds.append(torch.profiler.ProfilerActivity.CUDA)
     with parts.schedule.executor.exclusive():
         job()
@@ -175,9 +175,9 @@ def launch_rows(case: str, parts: Parts) -> Iterator[Row]:
     """Measure kernels and launches per update of each learner and per step of the collector."""
     horizon = parts.counts.horizon
     jobs: dict[str, tuple[Callable[[], Any], int]] = {
-        f"{NAMES[worker]} update": (partial(job, 1), job.size) for worker, job in parts.first.jobs.items()
+        f"{NAMES[worker]} update": (partial(job, 1), job.size) for worker, job in parts.jobs.items()
     }
-    jobs["collector step"] = (lambda: parts.first.collector.run(horizon), horizon)
+    jobs["collector step"] = (lambda: parts.collector.run(horizon), horizon)
     for name, (job, count) in jobs.items():
         kernels, launches = count_work(parts, job)
         yield compare(f"{case}: kernels per {name}", "kernels", [kernels / count])
@@ -264,7 +264,7 @@ def learn_rows(case: str, config: Config, threshold: float, seconds: float) -> I
     """
     parts = ready(config, config.algo.schedule, True, 0)
     env = build_env(config, min(64, config.num_envs))
-    policy = fresh_policy(config, parts.first.env.spec, env.spec.device)
+    policy = fresh_policy(config, parts.env.spec, env.spec.device)
     spent, reached = 0.0, False
     try:
         while spent < seconds and not reached:

@@ -97,8 +97,8 @@ def ready(config: Config) -> Parts:
     """Return a run that is ready for its first tick."""
     parts = build(config)
     parts.prepare()
-    parts.first.collector.start(seeds(config.seed)["env"])
-    parts.first.collector.warm_up(config.algo.warmup_steps)
+    parts.collector.start(seeds(config.seed)["env"])
+    parts.collector.warm_up(config.algo.warmup_steps)
     parts.begin()
     return parts
 
@@ -191,13 +191,13 @@ def sampling(args: Any) -> list[dict[str, Any]]:
     """Compare the collector with raw stepping and the bare forward pass."""
     runs = {name: ready(make_config(args, args.num_envs, 32, g)) for name, g in GROUPS.items()}
     env, step = raw_stepping(args)
-    collector, frames = runs["serial"].first.collector, SKIP * args.num_envs
+    collector, frames = runs["serial"].collector, SKIP * args.num_envs
     bare = Products(collector.actor.policy, collector.obs)
     with torch.no_grad():
         fns = {
             "raw": per_second(step, frames, args),
             "forward": per_second(bare.forward, frames, args),
-            **{k: per_second(partial(p.first.collector.run, STEPS), STEPS * frames, args) for k, p in runs.items()},
+            **{k: per_second(partial(p.collector.run, STEPS), STEPS * frames, args) for k, p in runs.items()},
         }
         rates = alternate(fns, args.rounds)
     env.close()
@@ -221,9 +221,9 @@ def learning(args: Any) -> list[dict[str, Any]]:
 
 def update_rows(args: Any, batch: int) -> list[dict[str, Any]]:
     parts = ready(make_config(args, 2 if args.smoke else 8, batch))
-    for worker in parts.first.workers.values():  # fills private copies and cursors
+    for worker in parts.workers.values():  # fills private copies and cursors
         worker.run(1)
-    one, job = parts.first.learners["v"], parts.first.jobs["v"]
+    one, job = parts.learners["v"], parts.jobs["v"]
     (drawn,) = one.draw(1, one.gen)
     online, target = (Products(net, {k: v.clone() for k, v in drawn.obs.items()}) for net in cast(Any, one.state).nets)
 
@@ -295,7 +295,7 @@ def sb3_rounds(args: Any, num_envs: int) -> dict[str, Round]:
 def close(*runs: Parts) -> None:
     for parts in runs:
         parts.schedule.executor.close()
-        parts.first.env.close()
+        parts.env.close()
 
 
 CASES = {"sampling": sampling, "learning": learning, "training": training, "memory": memory}

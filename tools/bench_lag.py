@@ -64,7 +64,7 @@ class LateSlot(WeightSlot):
 
 def delay(parts: Parts, lag: int) -> None:
     """Let the collector act with the policy of ``lag`` updates before."""
-    workers, late = parts.first.workers.values(), LateSlot(parts.first.slots["policy"], lag)
+    workers, late = parts.workers.values(), LateSlot(parts.slots["policy"], lag)
     for worker in workers:
         worker.pulls = [(late if slot.name == late.name else slot, t) for slot, t in worker.pulls]
         worker.publishes = [late if slot.name == late.name else slot for slot in worker.publishes]
@@ -80,9 +80,9 @@ def final_return(words: Sequence[str], lag: int, steps: int) -> float:
     ticks = max(2, steps // (parts.counts.horizon * parts.config.num_envs))
     for tick in range(ticks):
         if tick == int(ticks * (1 - LAST)):
-            parts.first.collector.episodes.drain()
+            parts.collector.episodes.drain()
         parts.schedule.tick()
-    out = parts.first.collector.episodes.drain()
+    out = parts.collector.episodes.drain()
     parts.close_envs()
     return float(out["train/return_mean"])
 

@@ -127,7 +127,7 @@ def bare_updates(config: Config, device: torch.device) -> dict[str, Callable[[],
 
 def updates(parts: Parts, worker: str) -> Callable[[], Any]:
     """One update on a batch sampled before."""
-    one = parts.first.learners[worker]
+    one = parts.learners[worker]
     batches = cycle([batch for _ in range(BATCHES) for batch in one.draw(1, one.gen)])
     return lambda: one.update(one.state, one.inputs, next(batches), one.gen)
 
@@ -136,10 +136,10 @@ def ready(config: Config, device: torch.device) -> Parts:
     """Return learners with private weights and a replay of random rows."""
     parts = build(config, Blank(config.num_envs, device))
     parts.prepare()
-    parts.first.collector.start(0)
-    parts.first.collector.warm_up(max(config.algo.warmup_steps, own(config, DdpgConfig).n_step + 1))
+    parts.collector.start(0)
+    parts.collector.warm_up(max(config.algo.warmup_steps, own(config, DdpgConfig).n_step + 1))
     parts.begin()
-    for worker in parts.first.workers.values():  # fills private copies and cursors
+    for worker in parts.workers.values():  # fills private copies and cursors
         worker.run(1)
     return parts
 
@@ -149,7 +149,7 @@ def bench(preset: str, config: Config, args: Any) -> list[dict[str, Any]]:
     device = torch.device(args.device)
     parts, threads, rows = ready(config, device), thread_counts(config), []
     for worker, bare in bare_updates(config, device).items():
-        job, count = parts.first.jobs[worker], parts.first.jobs[worker].size
+        job, count = parts.jobs[worker], parts.jobs[worker].size
         with intra_op(args.threads or threads[worker]):
             bares = repeated(bare, count, device)
             fns = {"update": updates(parts, worker), "bare": bares, "burst": job.graph}

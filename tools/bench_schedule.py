@@ -90,8 +90,8 @@ def make_config(num_envs: int, batch: int, hidden: list[int], v_per_step: float,
 def ready(config: Config, schedule: str, env: VecEnv) -> Parts:
     """Return a run under ``schedule`` that is ready for its first tick."""
     parts = build(replace(config, algo=replace(config.algo, schedule=schedule)), env)
-    parts.first.collector.start(0)
-    parts.first.collector.warm_up(config.algo.warmup_steps)
+    parts.collector.start(0)
+    parts.collector.warm_up(config.algo.warmup_steps)
     parts.begin()
     return parts
 
@@ -114,7 +114,7 @@ def alone(parts: Parts, name: str, seconds: float) -> Round:
     """Return the milliseconds of one worker's share of a tick, with the others idle."""
     learner_bursts = parts.counts.rounds if parts.config.algo.schedule == "lockstep" else 1
     amount = parts.counts.horizon if name == "collector" else learner_bursts
-    job = partial(parts.first.workers[name].run, amount)
+    job = partial(parts.workers[name].run, amount)
     return lambda: 1e3 / rate(lambda: parts.schedule.executor.run({name: job}), seconds)
 
 
@@ -133,7 +133,7 @@ def compare_schedules(case: str, lockstep: Parts, concurrent: Parts, solo: Parts
     tick = [1e3 / r for r in rates["concurrent"]]
     for parts in (lockstep, concurrent, solo):
         parts.schedule.executor.close()
-        parts.first.env.close()
+        parts.env.close()
     return [
         *(compare(f"{case}: {name} alone", "ms", rates[name]) for name in WORKERS),
         compare(f"{case}: tick / slowest worker ({slowest})", "ms", tick, rates[slowest]),
@@ -170,7 +170,7 @@ def balanced(config: Config, args: Any) -> Config:
     parts = ready(config, "concurrent", physics(config.num_envs, args.env_threads))
     time_of = alone_times(parts, args.seconds / 2, 3)
     parts.schedule.executor.close()
-    parts.first.env.close()
+    parts.env.close()
     batch = own(config, DdpgConfig).batch_size * time_of["collector"] / (time_of["v"] + time_of["p"])
     batch = int(min(max(batch // 32 * 32, BATCHES[0]), BATCHES[1]))
     return changed(config, {"algo.batch_size": batch})
@@ -190,7 +190,7 @@ def busy(args: Any) -> list[dict[str, Any]]:
 def sampler(config: Config, groups: int, args: Any) -> tuple[Collector, list[Sleeper]]:
     """Return a started collector and its simulators, which do not sleep yet."""
     envs = [Sleeper(make_env("lqr", config.num_envs // groups)) for _ in range(groups)]
-    collector = build(config, Grouped(envs) if groups > 1 else envs[0]).first.collector
+    collector = build(config, Grouped(envs) if groups > 1 else envs[0]).collector
     collector.start(0)
     return collector, envs
 

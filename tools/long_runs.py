@@ -88,13 +88,13 @@ def advance(parts: Any, env_steps: int, ticks: int) -> None:
 
     The ring's contents stay: its heads grow by a multiple of its rows.
     """
-    collector = parts.first.collector
+    collector = parts.collector
     store = collector.stores[0]
     more = max(0, env_steps // collector.env.spec.num_envs - int(collector.steps)) // store.rows * store.rows
     collector.steps += more
     for replay in collector.stores:
         replay.live.head += more
-    for job in parts.first.jobs.values():
+    for job in parts.jobs.values():
         job.updates += EDGE
         clock = getattr(job.learner.state, "clock", None)
         if clock is not None:
@@ -122,16 +122,16 @@ def crossed(folder: Path, ticks: int = 40) -> dict[str, Any]:
         for _ in range(80):  # the ring is full: its length does not change any more
             parts.schedule.tick()
         if name == "far":
-            rows, n = parts.first.collector.stores[0].rows, parts.first.collector.env.spec.num_envs
+            rows, n = parts.collector.stores[0].rows, parts.collector.env.spec.num_envs
             advance(parts, (EDGE - ticks // 2 - rows) * n, EDGE - ticks // 2)
             # Below the edge by less than the ticks to come: the multiple of the ring's rows leaves up to one turn.
-            turn = EDGE - int(parts.first.collector.steps)
-            out |= {"steps_before": int(parts.first.collector.steps), "ticks_before": parts.schedule.ticks}
+            turn = EDGE - int(parts.collector.steps)
+            out |= {"steps_before": int(parts.collector.steps), "ticks_before": parts.schedule.ticks}
             ahead = turn + ticks // 2
         else:
-            near = int(parts.first.collector.steps)
-            far = (EDGE - ticks // 2 - parts.first.collector.stores[0].rows) - near
-            rows = parts.first.collector.stores[0].rows
+            near = int(parts.collector.steps)
+            far = (EDGE - ticks // 2 - parts.collector.stores[0].rows) - near
+            rows = parts.collector.stores[0].rows
             ahead = EDGE - (near + max(0, far) // rows * rows) + ticks // 2
         for _ in range(math.ceil(ahead / parts.counts.horizon)):
             parts.schedule.tick()
@@ -139,7 +139,7 @@ def crossed(folder: Path, ticks: int = 40) -> dict[str, Any]:
         if name == "far":
             row = session._drain().collect()
             out |= {
-                "steps_after": int(parts.first.collector.steps),
+                "steps_after": int(parts.collector.steps),
                 "ticks_after": parts.schedule.ticks,
                 "updates_after": parts.updates()["v"],
                 "env_steps": session.env_steps,

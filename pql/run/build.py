@@ -23,8 +23,8 @@ from pql.engine.placement import (
 from pql.engine.schedule import Concurrent, Counts, Lockstep, Schedule, Trace
 from pql.engine.worker import LearnerJob, WeightSlot, Worker
 from pql.errors import ConfigError
-from pql.run.components import Parts, Replica
-from pql.run.replicas import Replicas, replica_names, replica_shares
+from pql.run.components import Parts
+from pql.run.replicas import ReplicatedRun, replica_names, replica_shares
 from pql.run.task import build_env, check_groups, describe_env, telling
 
 
@@ -51,7 +51,7 @@ def build(
     spec = env.spec if env is not None else describe_env(config if together else each[0], devices[0]["collector"])
     rows = 0 if spec is None else _check(config, spec, counts, home, env)
     with ExitStack() as opened:  # closes started environments if a later step fails
-        replicas: list[Replica] = []
+        replicas: list[Parts] = []
         for share, places in zip(each, devices, strict=True):
             check = partial(_check, share, counts=counts, home=home, env=None)
             started = env if env is not None else build_env(share, approve=check)
@@ -60,11 +60,11 @@ def build(
             rows = rows or _check(share, started.spec, counts, home, env)
             setup = Setup(share, started, counts, rows, places, capture=cast(Capture, config.graphs))
             replicas.append(_assemble(setup, family.wire(setup), trace, executor))
-        schedule = replicas[0].schedule
+        parts = replicas[0]
         if config.algo.schedule == "replicas":
-            schedule = Replicas(config, replicas, make_crew(config))
+            parts = ReplicatedRun.of(config, replicas, make_crew(config))
         opened.pop_all()
-    return Parts(config, counts, replicas, schedule)
+    return parts
 
 
 def _check(config: Config, spec: EnvSpec, counts: Counts, home: torch.device, env: VecEnv | None) -> int:
@@ -91,7 +91,7 @@ def make_crew(config: Config) -> Threads | Inline:
     return Threads(replica_names(config.replicas), place.watchdog_seconds, place.start_seconds)
 
 
-def _assemble(setup: Setup, wiring: Wiring, trace: Trace | None, executor: Executor | None) -> Replica:
+def _assemble(setup: Setup, wiring: Wiring, trace: Trace | None, executor: Executor | None) -> Parts:
     """Create slots, jobs, workers and the schedule for a family's wiring."""
     config, counts, devices = setup.config, setup.counts, setup.devices
     collector, roles, kind = wiring.collector, wiring.roles, config.algo.schedule
@@ -125,9 +125,8 @@ def _assemble(setup: Setup, wiring: Wiring, trace: Trace | None, executor: Execu
         alone = Inline() if kind == "replicas" else make_inline(config.placement)  # replicas have their own executor
         schedule = Lockstep(workers, counts, executor or alone, collector.behind_target)
     cursors = {w: role.cursor for w, role in roles.items() if role.cursor is not None}
-    return Replica(
-        config, setup.env, collector, learners, jobs, cursors, wiring.gauges, slots, workers, schedule, wiring.policy
-    )
+    own = (collector, learners, jobs, cursors, wiring.gauges, slots, workers, schedule, wiring.policy)
+    return Parts(config, counts, setup.env, *own)
 
 
 def make_policy(config: Config, spec: EnvSpec) -> nn.Module:

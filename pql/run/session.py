@@ -153,7 +153,7 @@ class Session:
         rundir.check_shared(self.run_dir)
         self._window = self._begun = self._totals()
         updates = self.parts.updates()
-        self._guard = NonFiniteMonitor(self.warn, updates, self.parts.first.collector.restarts)
+        self._guard = NonFiniteMonitor(self.warn, updates, self.parts.collector.restarts)
         self._frozen = FrozenPolicy(self.warn, updates["p"], reads(config, "algo.policy.saturation_penalty"))
         self._say_more()
 
@@ -163,7 +163,7 @@ class Session:
             with watching(f"building {self.config.task.title}", start_limit(self.config.placement)):
                 self.parts: Parts = _build(self.ranks.share, self.given_env)
             opened.callback(self._close_parts)
-            check_storable(self.config, spec_to_dict(self.parts.first.env.spec))
+            check_storable(self.config, spec_to_dict(self.parts.env.spec))
             self._check_env()
             self.ranks.connect(self.parts)
         if self.console:
@@ -182,7 +182,7 @@ class Session:
             init_from(self.parts, expanded("init_from", config.init_from))
         if config.replay.prefill:
             with self.doing(f"reading {config.replay.prefill}"):
-                taken = prefill(self.parts.first.collector, config.replay.prefill, ranks.rank, ranks.size)
+                taken = prefill(self.parts.collector, config.replay.prefill, ranks.rank, ranks.size)
             self.prefilled = sum(ranks.every(taken))
         ranks.spread(self.parts)
         if ranks.first:
@@ -199,7 +199,7 @@ class Session:
             if self.ranks.size == 1:
                 return not wanted
             # Ranks must end it at the same step, so they wait for each other; rarely, for speed.
-            return self.parts.first.collector.steps % AGREE_EVERY > 0 or not any(self.ranks.every(wanted))
+            return self.parts.collector.steps % AGREE_EVERY > 0 or not any(self.ranks.every(wanted))
 
         with dumping(self.run_dir, self.parts, self.ranks.rank):
             if ticks == 0:
@@ -221,7 +221,7 @@ class Session:
         if not self.parts.schedule.reproducible:
             self.say("replicas run free: the same seed would give other bits (algo.central.order=turns repeats them)")
         wanted = self.config.eval.final or self.config.eval.every_seconds is not None
-        if wanted and (note := limit_note(self.parts.first.env.spec, self.config.eval.max_steps)):
+        if wanted and (note := limit_note(self.parts.env.spec, self.config.eval.max_steps)):
             self.say(note)
         if self._resumed:
             self.say(f"resumed at tick {self.parts.schedule.ticks:,}, {self.env_steps:,} env steps")
@@ -246,7 +246,7 @@ class Session:
         parts = self.parts
         parts.load_state_dict(checkpoint.unflatten(tensors, parts.state_dict()))
         self.seconds = counters["seconds"]
-        if not supports(parts.first.env, Resumable):
+        if not supports(parts.env, Resumable):
             self.warn(
                 "this simulator cannot restore its state: episodes begin again, so the run continues with other bits"
             )
@@ -310,7 +310,7 @@ class Session:
         """
         with self._saying_what_is_kept(), self.ranks.failing_together(), self.interrupt, self.closing:
             self.closing.callback(self.interrupt.release)  # not worth waiting for at the end
-            with dumping(self.run_dir, self.parts, self.ranks.rank), naming_memory(self.parts.first.collector.device):
+            with dumping(self.run_dir, self.parts, self.ranks.rank), naming_memory(self.parts.collector.device):
                 self._loop()
                 self.save()
             if self.config.replay.save:
@@ -429,8 +429,8 @@ class Session:
             "throughput/env_steps_per_s": (now["env_steps"] - last["env_steps"]) / span,
             "throughput/updates_per_s": (now["updates"] - last["updates"]) / span,
             **{k: (v - last[k]) / span for k, v in now.items() if k.startswith("busy/")},
-            **log.memory(parts.first.env.spec.device),
-            **(parts.first.env.measures() if supports(parts.first.env, Measured) else {}),
+            **log.memory(parts.env.spec.device),
+            **(parts.env.measures() if supports(parts.env, Measured) else {}),
         }
         with parts.schedule.executor.exclusive():
             return log.Pending(parts.drain(self.ranks.group), row)
@@ -449,17 +449,15 @@ class Session:
 
     def _evaluates_beside(self) -> bool:
         """Return True if a second simulator is possible. If not, the final evaluation uses the training simulator."""
-        return self.given_env is None and (
-            not self.parts.first.env.spec.single_instance or self._env_beside() is not None
-        )
+        return self.given_env is None and (not self.parts.env.spec.single_instance or self._env_beside() is not None)
 
     def _env_beside(self) -> VecEnv | None:
         """Evaluation environments that the training simulator provides."""
-        env = self.parts.first.env
+        env = self.parts.env
         return env.beside() if supports(env, WithEvaluation) else None
 
     def _check_env(self) -> None:
-        budget, spec = self.config.budget, self.parts.first.env.spec
+        budget, spec = self.config.budget, self.parts.env.spec
         check_acting_epsilon(self.config.eval.epsilon, spec)
         if self.given_env is not None and self.ranks.share.num_envs != spec.num_envs:
             raise ConfigError("num_envs", self.ranks.share.num_envs, f"{spec.num_envs}, as the given environment has")
@@ -477,7 +475,7 @@ class Session:
         place = self.config.placement
         with watching("building the evaluation's environments", start_limit(place)):
             env, seed = self._env_beside() or build_env(self.ranks.share, self.config.eval.num_envs), self.config.seed
-            policy = fresh_policy(self.config, self.parts.first.env.spec, env.spec.device)
+            policy = fresh_policy(self.config, self.parts.env.spec, env.spec.device)
             limits = step_limit(place), start_limit(place)
             return Evaluator(env, policy, seeds(seed)["eval"], self.config.eval, *limits)
 
@@ -493,7 +491,7 @@ class Session:
         wanted = self.config.eval.video_every_seconds
         if wanted is None:
             return None
-        if self.given_env is not None or not can_film(self.config, self.parts.first.env):
+        if self.given_env is not None or not can_film(self.config, self.parts.env):
             raise ConfigError(
                 "eval.video_every_seconds", wanted, "null: this environment does not render (docs/play.md)"
             )
@@ -569,7 +567,7 @@ class Session:
 
     def _evaluate_here(self) -> None:
         """Evaluate on the training environments."""
-        env, seed = self.parts.first.env, seeds(self.config.seed)["eval"]
+        env, seed = self.parts.env, seeds(self.config.seed)["eval"]
         policy, ended = fresh_policy(self.config, env.spec, env.spec.device), [0]
         policy.load_state_dict(snapshot(self.parts))
         with self.doing("evaluation", lambda: f"{ended[-1]} of {env.spec.num_envs} episodes"):

@@ -53,7 +53,7 @@ def test_random_delays_between_workers_change_nothing(trial):
     config, gen = replace(config_of(VARIANTS["lstm"]), seed=trial), Generator().manual_seed(trial)
     reference = bits(ticks(start(config, Inline()), 20))
     parts = start(config, Threads(ORDERS[0]))
-    for worker in parts.first.workers.values():
+    for worker in parts.workers.values():
         worker.job = partial(late, worker.job, iter((torch.rand(20, generator=gen) * 0.004).tolist()))
     assert differences(reference, bits(ticks(parts, 20))) == []
     parts.schedule.executor.close()
@@ -64,7 +64,7 @@ def test_the_learner_reads_the_rollout_of_the_tick_before(variant, monkeypatch):
     """Although the collector has by then filled the other half."""
     config = replace(config_of(VARIANTS[variant]), graphs="off")
     parts = ticks(start(config, Inline(ORDERS[0])), 3)
-    rollout, module = parts.first.collector.stores[0], ppo if variant == "appo" else impala
+    rollout, module = parts.collector.stores[0], ppo if variant == "appo" else impala
     begin_tick, seen = module.begin_ppo_tick, []
 
     def spy(state, settings, segment):
@@ -92,17 +92,17 @@ def test_streams_order_every_cross_worker_read():
 @pytest.mark.fault(25)
 def test_ratios_and_lags_are_exact_at_every_tick(schedule, lag):
     parts = start(config_of({"algo": {"schedule": schedule}}), Inline())
-    begun = parts.first.collector.steps
+    begun = parts.collector.steps
     assert begun == 4 + 6 * lag  # one rollout before the first tick
     for tick in range(1, 14):
-        before = parts.first.collector.stores[0].segment().version.clone()
+        before = parts.collector.stores[0].segment().version.clone()
         parts.schedule.tick()
-        assert parts.first.collector.steps - begun == 6 * tick
-        assert parts.first.jobs["learner"].updates == tick
+        assert parts.collector.steps - begun == 6 * tick
+        assert parts.jobs["learner"].updates == tick
         assert parts.schedule.lag == lag
-        metrics = parts.first.jobs["learner"].metrics.drain()
+        metrics = parts.jobs["learner"].metrics.drain()
         assert metrics["lag/rows_mean"] == metrics["lag/rows_max"] == min(lag, tick - 1)
-        acted = parts.first.collector.stores[0].segment().version
+        acted = parts.collector.stores[0].segment().version
         assert (acted == tick - 1).all()
         assert lag == 0 or tick == 1 or (acted >= before).all()
 
@@ -111,8 +111,8 @@ def test_ratios_and_lags_are_exact_at_every_tick(schedule, lag):
 def test_rows_of_different_lags_are_told_apart():
     """An environment that acted long ago keeps the version it acted with: the mean is over rows, the largest its."""
     parts = ticks(start(config_of({"algo": {"schedule": "lockstep"}}), Inline()), 5)
-    parts.first.workers["collector"].run(6)
-    rollout, learner = parts.first.collector.stores[0], parts.first.learners["learner"]
+    parts.workers["collector"].run(6)
+    rollout, learner = parts.collector.stores[0], parts.learners["learner"]
     rollout.version[:3, 1] = 1
     (batch,) = learner.draw(1, learner.gen)
     out = impala.impala_update(learner.state, learner.inputs, batch, learner.gen)
@@ -126,8 +126,8 @@ def test_rows_of_different_lags_are_told_apart():
 def fresh(*changes):
     """A learner and the minibatch of its first tick, under lockstep."""
     parts = start(config_of({"algo": {"schedule": "lockstep"}}, *changes), Inline())
-    parts.first.workers["collector"].run(6)
-    learner = parts.first.learners["learner"]
+    parts.workers["collector"].run(6)
+    learner = parts.learners["learner"]
     return learner, next(iter(learner.draw(1, learner.gen)))
 
 
@@ -185,8 +185,8 @@ def test_on_policy_it_is_a2c(variant, correction):
     }
     algo = {"family": "ppo", "schedule": "lockstep", **a2c, "policy": {"grad_clip": None}}
     parts = start(config_of({"algo": algo}), Inline())
-    parts.first.workers["collector"].run(6)
-    other = parts.first.learners["learner"]
+    parts.workers["collector"].run(6)
+    other = parts.learners["learner"]
     (rows_,) = other.draw(1, other.gen)
     ppo.ppo_update(other.state, other.inputs, rows_, other.gen)
     torch.testing.assert_close(mine, other.state.optimizer.flat.data.grad, rtol=1e-3, atol=1e-6)
@@ -231,7 +231,7 @@ def test_rows_that_do_not_count_change_nothing(appo):
     config = replace(config, task=replace(config.task, name="counter", kwargs=kwargs))
     one, two = (learned_with(config, 6, reward=junk, version=version) for junk, version in ((77.0, -5), (0.0, 0)))
     assert differences(learners(bits(one)), learners(bits(two))) == []
-    assert one.first.jobs["learner"].metrics.drain()["lag/rows_max"] == 0
+    assert one.jobs["learner"].metrics.drain()["lag/rows_max"] == 0
 
 
 @pytest.mark.parametrize("lstm", [None, 8])
@@ -243,8 +243,8 @@ def test_appo_on_policy_is_ppo(lstm):
     ]
     batches = []
     for parts in runs:
-        parts.first.workers["collector"].run(6)
-        learner = parts.first.learners["learner"]
+        parts.workers["collector"].run(6)
+        learner = parts.learners["learner"]
         batches.append(list(learner.draw(4, learner.gen)))
     for mine, theirs in zip(*batches, strict=True):
         for name in ("advantage", "target", "log_prob", "params", "value", "mask"):
@@ -254,8 +254,8 @@ def test_appo_on_policy_is_ppo(lstm):
 
 def test_appo_clips_around_the_policy_that_the_tick_began_with():
     parts = ticks(start(config_of(VARIANTS["appo"]), Inline()), 4)
-    learner, view = parts.first.learners["learner"], parts.first.workers["learner"].pulls[0][1]
-    parts.first.slots["rollout"].pull(view, parts.schedule.ticks)
+    learner, view = parts.learners["learner"], parts.workers["learner"].pulls[0][1]
+    parts.slots["rollout"].pull(view, parts.schedule.ticks)
     batch = next(iter(learner.draw(4, learner.gen)))
     with torch.no_grad():
         params, _ = ppo.evaluate_minibatch(learner.state.net, batch)

@@ -628,7 +628,7 @@ parts = build(validate(config))
 import pql.run.session, pql.run.policy, pql.run.store.checkpoint, pql.wrap
 foreign = {"hydra", "omegaconf", "rich", "yaml", "mujoco", "gymnasium", "tensorboard", "wandb", "antlr4", "rsl_rl",
            "stable_baselines3", "tensordict"}
-print(sorted(foreign & set(sys.modules)), parts.first.env.spec.name)
+print(sorted(foreign & set(sys.modules)), parts.env.spec.name)
 """
     assert python("-c", script).strip() == "[] pendulum"
 

@@ -323,8 +323,8 @@ def test_random_steps_draw_the_games_apart_as_the_seed_says():
                 {"task": task, "num_envs": 4, "algo": {"warmup_steps": steps, "encoder": encoder}} | {"seed": seed}
             )
         )
-        parts.first.env.close()
-        return parts.first.collector.obs["policy"]
+        parts.env.close()
+        return parts.collector.obs["policy"]
 
     alike, apart = begun(1, 0), begun(1, 40)
     assert torch.equal(alike, alike[:1].expand_as(alike))
