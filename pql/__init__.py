@@ -11,8 +11,6 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
-from pql.contract.moved import install
-
 # Before the first CUDA call: cuBLAS picks its workspaces when it starts, and only these give the same bits each time.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # Before torch is loaded: GNU's OpenMP lets idle threads spin for milliseconds after every operation, and occupy cores
@@ -87,6 +85,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> Any:  # a list of names; this file also runs on Python 3.8, in the process of a simulator that needs it
     return sorted(__all__)
-
-
-install()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from pql.cli.sweep_plan import AXES, OBJECTIVES, SAMPLERS, Settings
 from pql.config import Config
 from pql.config.algorithms import RECORDS
-from pql.config.compose import BATCH, RESUMABLE, RESUMABLE_TOO, known_settings
+from pql.config.compose import RESUMABLE, RESUMABLE_TOO, known_settings
 from pql.config.fields import reads, settings
 from pql.config.layers import GROUPS, Presets
 
@@ -59,7 +59,6 @@ OWN = {
     "x": ("seconds", "env_steps", "updates"),
     "formats": ("pt2", "onnx"),
     "scale": ("true", "false"),
-    BATCH: tuple(str(2**i) for i in range(5, 12)),
 }
 RUN_FIRST = (
     "resume",
@@ -116,11 +115,11 @@ def setting_names(command: str, algo: str | None = None) -> list[str]:
     """
     known = [*known_settings()] if algo is None else [name for name in known_settings() if is_of(name, algo)]
     if command == "train":
-        return [*GROUPS, BATCH, *known, "multirun_dir"]
+        return [*GROUPS, *known, "multirun_dir"]
     if command in ("bench", "warm-up"):
-        return [*GROUPS, BATCH, *known]
+        return [*GROUPS, *known]
     if command == "sweep":
-        return [*GROUPS, BATCH, *known, *(f.name for f in fields(Settings))]
+        return [*GROUPS, *known, *(f.name for f in fields(Settings))]
     if command == "resume":
         return [s for s in known if s.partition(".")[0] in RESUMABLE or s in RESUMABLE_TOO]
     return []

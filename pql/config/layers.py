@@ -22,6 +22,13 @@ GROUPS = ("algo", "task", "atari", "placement", "logger", "scale")
 WHOLE = ("atari", "scale")  # groups whose files may set anything; files of the others set only their group
 LIKE, SCALES = "like", "scales"
 
+MOVED = {
+    "ppo_ant": "algo=ppo task=isaac_ant",
+    "ppo_hand": "algo=ppo task=shadow_hand or allegro_hand",
+    "ppo_franka": "algo=ppo task=franka_cube_stack",
+}
+"""Former presets of ``algo`` that are settings of tasks (``tuned/TASK/ppo.yaml``)."""
+
 registered: dict[str, Mapping[str, Any]] = {}
 """Presets of algorithms registered in this process."""
 
@@ -70,6 +77,8 @@ class Presets:
             if group == "algo" and name in self.plugins:
                 missing = f"its preset {self.plugins[name]}, which the package has to install with the module"
                 raise ConfigError(group, name, missing)
+            if group == "algo" and name in MOVED:
+                raise ConfigError(group, name, f"{MOVED[name]}, whose settings for scale=gpu these are")
             names = self.names(group)
             if group == "task" and (":" in name or name in env_names()):
                 hint = f" (did you mean task=env task.name={name}?)"

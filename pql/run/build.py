@@ -23,9 +23,9 @@ from pql.engine.placement import (
 from pql.engine.schedule import Concurrent, Counts, Lockstep, Schedule, Trace
 from pql.engine.worker import LearnerJob, WeightSlot, Worker
 from pql.errors import ConfigError
-from pql.run.components import Parts, Replica
+from pql.run.components import Parts
 from pql.run.environment import build_env, check_groups, describe_env, with_last_action
-from pql.run.replicas import Replicas, replica_names, replica_shares
+from pql.run.replicas import ReplicatedRun, replica_names, replica_shares
 
 
 def build(
@@ -51,7 +51,7 @@ def build(
     spec = env.spec if env is not None else describe_env(config if together else each[0], first)
     rows = 0 if spec is None else _check(config, spec, counts, home, env)
     with ExitStack() as opened:  # closes started environments if a later step fails
-        replicas: list[Replica] = []
+        replicas: list[Parts] = []
         for share, machine in zip(each, machines, strict=True):
             check = partial(_check, share, counts=counts, home=home, env=None)
             started = env if env is not None else build_env(share, machine=machine, approve=check)
@@ -60,11 +60,11 @@ def build(
             rows = rows or _check(share, started.spec, counts, home, env)
             setup = Setup(share, started, counts, rows, machine.devices, capture=cast(Capture, config.graphs))
             replicas.append(_assemble(setup, family.wire(setup), machine, trace, executor))
-        schedule = replicas[0].schedule
+        parts = replicas[0]
         if config.algo.schedule == "replicas":
-            schedule = Replicas(config, replicas, make_crew(config))
+            parts = ReplicatedRun.of(config, replicas, make_crew(config))
         opened.pop_all()
-    return Parts(config, counts, replicas, schedule)
+    return parts
 
 
 def _check(config: Config, spec: EnvSpec, counts: Counts, home: torch.device, env: VecEnv | None) -> int:
@@ -91,9 +91,7 @@ def make_crew(config: Config) -> Threads | Inline:
     return Threads(replica_names(config.replicas), place.watchdog_seconds, place.start_seconds)
 
 
-def _assemble(
-    setup: Setup, wiring: Wiring, machine: Machine, trace: Trace | None, executor: Executor | None
-) -> Replica:
+def _assemble(setup: Setup, wiring: Wiring, machine: Machine, trace: Trace | None, executor: Executor | None) -> Parts:
     """Create slots, jobs, workers and the schedule for a family's wiring."""
     config, counts, devices = setup.config, setup.counts, setup.devices
     collector, kind = wiring.collector, config.algo.schedule
@@ -102,11 +100,8 @@ def _assemble(
     # Learners first: their work is on the GPU's queue before a simulator blocks the host.
     exchanged = {w: (one.pulls, one.publishes) for w, one in learners.items()}
     exchanged["collector"] = (wiring.pulls, wiring.publishes)
-    lag = {"policy": getattr(config.algo, "policy_lag", 0)}
     slots = {
-        name: WeightSlot(name, source, lag.get(name, 0))
-        for _, publishes in exchanged.values()
-        for name, source in publishes.items()
+        name: WeightSlot(name, source) for _, publishes in exchanged.values() for name, source in publishes.items()
     }
     rounds = 1 if kind == "concurrent" else counts.rounds
     capture: Capture = "off" if kind == "replicas" else setup.capture  # replicas take locks, which cannot be captured
@@ -131,9 +126,8 @@ def _assemble(
     else:
         alone = Inline() if kind == "replicas" else make_inline(config.placement)  # replicas have their own executor
         schedule = Lockstep(workers, counts, executor or alone, collector.behind_target)
-    return Replica(
-        config, machine, setup.env, collector, learners, jobs, wiring.gauges, slots, workers, schedule, wiring.policy
-    )
+    own = (collector, learners, jobs, wiring.gauges, slots, workers, schedule, wiring.policy)
+    return Parts(config, machine, counts, setup.env, *own)
 
 
 def make_policy(config: Config, spec: EnvSpec) -> nn.Module:

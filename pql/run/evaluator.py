@@ -166,7 +166,7 @@ class Evaluations:
 
     def check(self) -> None:
         """Raise ``ConfigError`` for settings that the environment does not support."""
-        config, spec, session = self.config, self.session.parts.first.env.spec, self.session
+        config, spec, session = self.config, self.session.parts.env.spec, self.session
         check_acting_epsilon(config.eval.epsilon, spec)
         if session.given_env is not None and session.ranks.share.num_envs != spec.num_envs:
             allowed = f"{spec.num_envs}, as the given environment has"
@@ -177,12 +177,12 @@ class Evaluations:
 
     def _has_environments(self) -> bool:
         """Return True if a second simulator is possible. If not, the training simulator is evaluated at the end."""
-        env = self.session.parts.first.env
+        env = self.session.parts.env
         return self.session.given_env is None and (not env.spec.single_instance or self._beside() is not None)
 
     def _beside(self) -> VecEnv | None:
         """Evaluation environments that the training simulator provides."""
-        env = self.session.parts.first.env
+        env = self.session.parts.env
         return env.beside() if supports(env, WithEvaluation) else None
 
     def open(self, opened: ExitStack) -> None:
@@ -202,15 +202,15 @@ class Evaluations:
             return None
         step, start = step_limit(config.placement), start_limit(config.placement)
         with watching("building the evaluation's environments", start):
-            env = self._beside() or build_env(ranks.share, config.eval.num_envs, parts.first.machine)
-            policy = fresh_policy(config, parts.first.env.spec, env.spec.device)
+            env = self._beside() or build_env(ranks.share, config.eval.num_envs, parts.machine)
+            policy = fresh_policy(config, parts.env.spec, env.spec.device)
             return Evaluator(env, policy, seeds(config.seed)["eval"], config.eval, step, start)
 
     def _make_filmer(self) -> Filmer | None:
         session, wanted = self.session, self.config.eval.video_every_seconds
         if wanted is None:
             return None
-        if session.given_env is not None or not can_film(self.config, session.parts.first.env):
+        if session.given_env is not None or not can_film(self.config, session.parts.env):
             allowed = "null: this environment does not render (docs/play.md)"
             raise ConfigError("eval.video_every_seconds", wanted, allowed)
         check_video_packages("eval.video_every_seconds", wanted)
@@ -296,7 +296,7 @@ class Evaluations:
     def _evaluate_here(self) -> None:
         """Evaluate on the training environments."""
         session, place = self.session, self.config.placement
-        env, seed = session.parts.first.env, seeds(self.config.seed)["eval"]
+        env, seed = session.parts.env, seeds(self.config.seed)["eval"]
         policy, ended = fresh_policy(self.config, env.spec, env.spec.device), [0]
         policy.load_state_dict(snapshot(session.parts))
         rules = rules_of(self.config.eval, staggered(self.config))

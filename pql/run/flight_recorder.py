@@ -39,14 +39,13 @@ def dumping(run_dir: Path, parts: "Parts", rank: int = 0) -> Iterator[None]:
     try:
         yield
     except RunError as error:
-        ended = [one for one in parts.replicas if one.collector.quarantine.over]
-        if not ended:
+        if (ended := parts.broken()) is None:
             raise
         place = f"-rank{rank}" if rank else ""
         path = run_dir / "dumps" / f"steps-{parts.env_steps:012d}{place}"
         try:
-            with watching(f"writing {path}", start_limit(ended[0].config.placement)):
-                dump(path, ended[0].config, ended[0].collector, parts.counters())
+            with watching(f"writing {path}", start_limit(ended.config.placement)):
+                dump(path, ended.config, ended.collector, parts.counters())
         except OSError as failed:
             raise RunError(f"{error} (no dump: {failed})") from error
         raise RunError(f"{error}; what led to it: {path}") from error

@@ -78,7 +78,7 @@ def _make_parts(session: "Session", opened: ExitStack) -> None:
         with watching(f"building {config.task.title}", start_limit(config.placement)):
             session.parts = parts = _build(session.ranks.share, session.given_env)
         opened.callback(parts.close, session.given_env is None)
-        check_storable(config, spec_to_dict(parts.first.env.spec))
+        check_storable(config, spec_to_dict(parts.env.spec))
         session.evaluations.check()
         session.ranks.connect(parts)
     if session.console:
@@ -120,7 +120,7 @@ def _begin(session: "Session", overrides: Sequence[str]) -> None:
         init_from(parts, expanded("init_from", config.init_from))
     if config.replay.prefill:
         with session.doing(f"reading {config.replay.prefill}"):
-            taken = prefill(parts.first.collector, config.replay.prefill, ranks.rank, ranks.size)
+            taken = prefill(parts.collector, config.replay.prefill, ranks.rank, ranks.size)
         session.prefilled = sum(ranks.every(taken))
     ranks.spread(parts)
     if ranks.first:
@@ -139,7 +139,7 @@ def _continue(session: "Session") -> int:
     with session.doing("loading the resume point"):
         parts.load_state_dict(checkpoint.unflatten(tensors, parts.state_dict()))
         session.seconds = counters["seconds"]
-        if not supports(parts.first.env, Resumable):
+        if not supports(parts.env, Resumable):
             session.warn(
                 "this simulator cannot restore its state: episodes begin again, so the run continues with other bits"
             )
@@ -164,7 +164,7 @@ def _warm_up(session: "Session", ticks: int) -> bool:
         if ranks.size == 1:
             return not wanted
         # Ranks must end it at the same step, so they wait for each other; rarely, for speed.
-        return parts.first.collector.steps % AGREE_EVERY > 0 or not any(ranks.every(wanted))
+        return parts.collector.steps % AGREE_EVERY > 0 or not any(ranks.every(wanted))
 
     ready = True
     with dumping(session.run_dir, parts, ranks.rank):
@@ -188,7 +188,7 @@ def say_notes(session: "Session") -> None:
     if not parts.schedule.reproducible:
         session.say("replicas run free: the same seed would give other bits (algo.central.order=turns repeats them)")
     wanted = config.eval.final or config.eval.every_seconds is not None
-    if wanted and (note := limit_note(parts.first.env.spec, config.eval.max_steps)):
+    if wanted and (note := limit_note(parts.env.spec, config.eval.max_steps)):
         session.say(note)
     if session.resumed:
         session.say(f"resumed at tick {parts.schedule.ticks:,}, {session.env_steps:,} env steps")

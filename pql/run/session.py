@@ -89,7 +89,7 @@ class Session:
             open_run(self, opened, quiet, overrides, claim)
             updates = self.parts.updates()
             self._window = self._begun = self._totals()
-            self._guard = NonFiniteMonitor(self.warn, updates, self.parts.first.collector.state.restarts)
+            self._guard = NonFiniteMonitor(self.warn, updates, self.parts.collector.state.restarts)
             self._frozen = FrozenPolicy(self.warn, updates["p"], reads(config, "algo.policy.saturation_penalty"))
             say_notes(self)
             self.closing = opened.pop_all()
@@ -161,7 +161,7 @@ class Session:
         """
         with self._saying_what_is_kept(), self.ranks.failing_together(), self.interrupt, self.closing:
             self.closing.callback(self.interrupt.release)  # not worth waiting for at the end
-            with dumping(self.run_dir, self.parts, self.ranks.rank), naming_memory(self.parts.first.collector.device):
+            with dumping(self.run_dir, self.parts, self.ranks.rank), naming_memory(self.parts.collector.device):
                 self._loop()
                 self.save()
             if self.config.replay.save:
@@ -280,8 +280,8 @@ class Session:
             "throughput/env_steps_per_s": (now["env_steps"] - last["env_steps"]) / span,
             "throughput/updates_per_s": (now["updates"] - last["updates"]) / span,
             **{k: (v - last[k]) / span for k, v in now.items() if k.startswith("busy/")},
-            **log.memory(parts.first.env.spec.device),
-            **(parts.first.env.measures() if supports(parts.first.env, Measured) else {}),
+            **log.memory(parts.env.spec.device),
+            **(parts.env.measures() if supports(parts.env, Measured) else {}),
         }
         with parts.schedule.executor.exclusive():
             return log.Pending(parts.drain(self.ranks.group), row)

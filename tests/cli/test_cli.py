@@ -277,17 +277,17 @@ def test_listing(capsys):
         "appo_replicas",
         "btr",
         "c51",
+        "c51_512",
         "ddpg",
         "dqn",
+        "dqn_512",
         "eps_rainbow",
+        "eps_rainbow_512",
         "fastsac",
         "fasttd3",
         "flashsac",
         "impala",
         "ppo",
-        "ppo_ant",
-        "ppo_franka",
-        "ppo_hand",
         "pql",
         "pql2",
         "pql_d",
@@ -295,6 +295,7 @@ def test_listing(capsys):
         "pqn",
         "r2d2",
         "rainbow",
+        "rainbow_512",
         "reppo",
         "sac",
         "simba_sac",
@@ -628,7 +629,7 @@ parts = build(validate(config))
 import pql.run.session, pql.run.policy, pql.run.store.checkpoint, pql.wrap
 foreign = {"hydra", "omegaconf", "rich", "yaml", "mujoco", "gymnasium", "tensorboard", "wandb", "antlr4", "rsl_rl",
            "stable_baselines3", "tensordict"}
-print(sorted(foreign & set(sys.modules)), parts.first.env.spec.name)
+print(sorted(foreign & set(sys.modules)), parts.env.spec.name)
 """
     assert python("-c", script).strip() == "[] pendulum"
 

@@ -280,11 +280,11 @@ def test_groups_are_mended_between_ticks():
     parts = begun(small_config(algo={"normalize_reward": True}), Grouped([broken, Breaking(Pendulum(4), {})]))
     ticks(parts, 20)
     assert broken.asked == [[1], [0, 3]]
-    found = content(parts.first.collector)
+    found = content(parts.collector)
     lost = (found["flags"][:36] & VALID == 0).nonzero().tolist()
     assert lost == [[20, 1], [21, 1], [25, 0], [25, 3], [26, 0], [26, 3]]  # and the row with an unobserved beginning
     assert unsound(parts) == []
-    parts.first.env.close()
+    parts.env.close()
 
 
 # -- every family -----------------------------------------------------------------------------------------------------
@@ -303,19 +303,19 @@ def begun(config, env):
 def unsound(parts):
     """Names of what is not finite: of all that the next tick depends on, and of the log's numbers."""
     unknown = ("/q", "/value", ".q", ".value")  # NaN: no network valued this row
-    stores = [s.storage() for s in parts.first.collector.stores if hasattr(s, "storage")]
+    stores = [s.storage() for s in parts.collector.stores if hasattr(s, "storage")]
     found = {**bits(parts), **parts.drain(), **{k: v for store in stores for k, v in store.items()}}
     return [k for k, v in found.items() if not v.isfinite().all() and not k.endswith(unknown)]
 
 
 def spoil(parts, faults):
     """The actor's outputs and recurrent state are NaN or infinite according to ``faults`` {step: environments}."""
-    (one,) = parts.first.collector.slices
+    (one,) = parts.collector.slices
     actor, act = one.state.actor, one.state.actor.act
 
     def acting(obs, gen):
         act(obs, gen)
-        now = parts.first.env.time
+        now = parts.env.time
         if now in faults:
             for tensor in one.made:
                 tensor[faults[now]] = (NAN, INF)[now % 2]
@@ -331,17 +331,17 @@ def test_nothing_that_is_not_finite_reaches_anything(family):
     faults = {t: [(draw.choice(("state", "reward", "large")), ids)] for t, ids in where.items()}
     hit = {(t, i) for t, ids in where.items() for i in ids}
     parts = begun(config, Breaking(make_env(config.task.name, 8, **config.task.kwargs), faults))
-    watch, now = parts.first.collector.quarantine, int(parts.first.collector.steps)
+    watch, now = parts.collector.quarantine, int(parts.collector.steps)
     assert int(watch.dropped) == sum(t < now for t, _ in hit)
     wild = {t: draw.sample(range(8), 1) for t in draw.sample(range(now, rows_made), 12)}
     spoil(parts, wild)
-    if parts.first.collector.slices[0].made:  # else it makes no floats
+    if parts.collector.slices[0].made:  # else it makes no floats
         hit |= {(t, i) for t, ids in wild.items() for i in ids}
-    while parts.first.collector.steps < rows_made:
+    while parts.collector.steps < rows_made:
         ticks(parts, 1)
     assert all(float(v) == 0 for k, v in parts.drain().items() if k.startswith("skipped/"))
     assert unsound(parts) == []
-    assert int(watch.dropped) == sum(t < parts.first.collector.steps for t, _ in hit)
+    assert int(watch.dropped) == sum(t < parts.collector.steps for t, _ in hit)
     assert not watch.out.any()
 
 
@@ -366,7 +366,7 @@ def test_environments_that_answer_late_are_waited_for(family):
         config = impala_runs.config_of(task, {"lstm": 8, "normalize_reward": True})
     env = Lame(late=0.3, terminate_every=0)
     parts = begun(config, env)
-    watch = parts.first.collector.quarantine
+    watch = parts.collector.quarantine
     while env.time.min() < 45:
         ticks(parts, 1)
     assert env.end > 30
@@ -452,7 +452,7 @@ class Passed:
 def test_a_gpu_is_asked_late_and_its_environments_are_restarted_between_ticks(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Passed())
     parts = begun(small_config(), env := Breaking(Pendulum(8), {20: [("state", [4])]}))
-    watch = parts.first.collector.quarantine
+    watch = parts.collector.quarantine
     watch.host = watch.together = False
     watch.restart = None
     ticks(parts, 4 + LAG)  # rows 16 to 19, the broken one and the rest of LAG
@@ -570,8 +570,8 @@ def test_who_restarts_them_is_said():
 
 def test_what_cannot_be_replayed_is_said(tmp_path):
     parts = begun(small_config(), Pendulum(8))
-    parts.first.collector.recorder.forget()
-    blackbox.dump(tmp_path / "one", small_config(), parts.first.collector, parts.counters())
+    parts.collector.recorder.forget()
+    blackbox.dump(tmp_path / "one", small_config(), parts.collector, parts.counters())
     with pytest.raises(ConfigError, match="one of a simulator that saves its state"):
         next(replay(tmp_path / "one"))
 

@@ -61,13 +61,13 @@ def test_learners_draw_clipped_rewards_and_the_log_shows_raw_ones(algo):
     parts = start(config, Inline())
     parts.schedule.tick()
     if algo == "ppo":
-        reward, floor = parts.first.collector.stores[0].segment().reward, -0.5
+        reward, floor = parts.collector.stores[0].segment().reward, -0.5
     else:
-        learner = parts.first.learners["v"]
+        learner = parts.learners["v"]
         reward, floor = next(iter(learner.draw(1, learner.gen))).reward, -0.75  # 2 (.25 + .5 .25)
     assert reward.min().item() == floor
     assert reward.mean() < floor * 0.8
-    assert parts.first.collector.episodes.drain()["train/return_mean"] < -10
+    assert parts.collector.episodes.drain()["train/return_mean"] < -10
 
 
 def test_a_clip_is_a_positive_number():

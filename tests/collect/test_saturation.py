@@ -92,11 +92,11 @@ def test_a_run_measures_what_its_policy_gave_before_noise(monkeypatch, groups):
     parts = start(small_config(graphs="off", placement={"groups": groups}), Inline())
     parts.drain()
     seen.clear()
-    for name, weight in parts.first.collector.actor.policy.named_parameters():
+    for name, weight in parts.collector.actor.policy.named_parameters():
         if name.endswith("bias"):
             weight.data.fill_(1.2)  # some actions beyond, some not
     for _ in range(3):
-        parts.first.collector.run(10)
+        parts.collector.run(10)
     share = sum((a.abs() > SATURATED).double().mean() for a, _ in seen) / len(seen)
     assert len(seen) == 30 * groups
     assert 0.05 < share < 0.95

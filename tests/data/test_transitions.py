@@ -238,12 +238,12 @@ def test_prefilled_rows_are_learned_from_beside_the_runs_own(tmp_path):
     save_file(data, tmp_path / "d.safetensors")
     parts = build(small_config())
     parts.prepare()
-    parts.first.collector.start(seeds(3)["env"])
-    assert prefill(parts.first.collector, tmp_path / "d.safetensors") == 400
-    parts.first.collector.warm_up(16)
+    parts.collector.start(seeds(3)["env"])
+    assert prefill(parts.collector, tmp_path / "d.safetensors") == 400
+    parts.collector.warm_up(16)
     parts.begin()
     parts.schedule.tick()  # the learners pull what was sealed
-    batch = parts.first.learners["v"].draw(20, torch.Generator().manual_seed(0))
+    batch = parts.learners["v"].draw(20, torch.Generator().manual_seed(0))
     reward = torch.cat([b.reward[b.mask > 0] for b in batch])
     assert 0.5 < (reward == 77).float().mean() < 0.9  # 400 beside 128, and fillers are masked
 

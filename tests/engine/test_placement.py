@@ -158,9 +158,9 @@ def test_a_p_learner_on_another_device_learns_the_same(algo, monkeypatch):
     places = {"v": torch.device("cpu"), "p": torch.device("cpu:0"), "collector": torch.device("cpu")}
     monkeypatch.setattr("pql.run.build.machine_of", lambda config: replace(machine_of(config), devices=places))
     parts = go_on(start(config, Inline()), 6)
-    rings = parts.first.collector.stores
+    rings = parts.collector.stores
     assert [ring.obs_only for ring in rings] == [False, True]
-    assert parts.first.learners["p"].draw.replay is rings[1]
+    assert parts.learners["p"].draw.replay is rings[1]
     apart = bits(parts)
     shared = {k: v for k, v in reference.items() if k in apart}
     assert len(shared) > 10

@@ -338,7 +338,7 @@ def test_a_policy_that_sees_pictures_trains_beside_a_critic_that_sees_the_state(
     )
     session = Session(compose(overrides), quiet=True, overrides=overrides)
     session.train()
-    spec, config = session.parts.first.env.spec, session.config
+    spec, config = session.parts.env.spec, session.config
     assert (groups_of(config, spec, "policy"), groups_of(config, spec, "critic")) == (("policy",), ("critic",))
     frames = torch.randint(256, (3, 4, 84, 84), dtype=torch.uint8)
     action = pql.load_policy(tmp_path / "run")({"policy": frames})

@@ -1,16 +1,11 @@
-"""Structure of the package: allowed imports between subpackages, and aliases of old module names."""
+"""Structure of the package: allowed imports between subpackages."""
 
-import importlib
 import re
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
-import pytest
-
 import pql
-from pql.contract.moved import MOVED, SPLIT
 from tools import structure
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,20 +62,3 @@ def test_the_public_names_are_listed_and_loaded_when_used():
     torch, *names = done.stdout.split()
     assert (torch, names) == ("False", sorted(pql.__all__))
     assert all(hasattr(pql, name) for name in names)
-
-
-@pytest.mark.parametrize("old", MOVED)
-def test_an_old_name_is_the_new_module_with_a_warning(old):
-    new = importlib.import_module(MOVED[old])
-    sys.modules.pop(old, None)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        module = importlib.import_module(old)
-    if old in SPLIT:
-        assert (module.make_env, module.register) == (pql.make_env, pql.register)
-    else:
-        assert module is new
-    assert [str(w.message) for w in caught if w.category is DeprecationWarning] == [
-        f"{old} is now {new.__name__}; the old name ends with version 0.3"
-    ]
-    assert new.__spec__.name == new.__name__

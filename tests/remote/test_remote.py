@@ -178,11 +178,11 @@ def test_targets_do_not_show_that_an_actor_was_late(address):
         parts.begin()
         for _ in range(10):
             parts.schedule.tick()
-        ring = parts.first.collector.replays[0]
+        ring = parts.collector.replays[0]
     local = build(small_config(algo=algo, num_envs=4, task={"name": "counter", "kwargs": COUNTER}), executor=Inline())
     local.start()
     local.warm_up(80)
-    theirs = local.first.collector.replays[0]
+    theirs = local.collector.replays[0]
     assert int(ring.rule("valid", ring.flags.int()).sum()) == parts.env_steps >= 56 * 8
     rows = int(torch.cat((ring.live.head, theirs.live.head)).min()) - 3
     assert rows > 8  # of the late one; how many is a question of the clock
@@ -243,7 +243,7 @@ def test_late_actors_are_admitted_and_the_run_does_not_wait_for_them(address):
         parts.warm_up(8)
         parts.begin()
         parts.schedule.tick()
-        heads = parts.first.collector.replays[0].live.head
+        heads = parts.collector.replays[0].live.head
         assert int(heads[:2].sum()) >= 8 * 6
         assert int(heads[2:].sum()) == 0
         with acting(address, make_sim("counter", 2, {})):
@@ -560,7 +560,7 @@ def test_an_actor_takes_a_step_no_longer_than_its_simulator(address):
         parts.start()
         start = time.monotonic()
         parts.warm_up(10)
-        heads = parts.first.collector.replays[0].live.head.tolist()
+        heads = parts.collector.replays[0].live.head.tolist()
         assert sum(heads) >= 40
         assert max(heads) > 3 * min(heads) or time.monotonic() - start > 1.5
 
@@ -609,10 +609,10 @@ def test_unrolls_of_a_task_by_actors_one_of_which_is_late(address):
     with acting(address, *sims):
         parts = build(config, executor=Inline())
         parts.start()
-        wait_until(lambda: parts.first.env.table.live == 2)
+        wait_until(lambda: parts.env.table.live == 2)
         parts.warm_up(2)
         parts.begin()
-        store, learner = parts.first.collector.stores[0], parts.first.learners["learner"]
+        store, learner = parts.collector.stores[0], parts.learners["learner"]
         apart = 0
         for _ in range(12):
             parts.schedule.tick()
@@ -621,7 +621,7 @@ def test_unrolls_of_a_task_by_actors_one_of_which_is_late(address):
     assert parts.config.algo.gamma == 0.9  # catch's own
     assert int(learner.state.reader.taken) >= 10 * 8
     assert apart > 2  # ticks after which environments were at rows of their own
-    metrics = parts.first.jobs["learner"].metrics.drain()
+    metrics = parts.jobs["learner"].metrics.drain()
     assert 1 <= metrics["lag/rows_mean"] <= metrics["lag/rows_max"]
 
 

@@ -110,7 +110,7 @@ def test_a_final_evaluation_on_the_trainings_own_simulator_plays_whole_episodes(
     session = Session(compose(words(tmp_path, *task, "eval.final=true")), quiet=True)
     session.train()
     assert session.last_eval is not None
-    assert session.last_eval.lengths == [6] * session.parts.first.env.spec.num_envs
+    assert session.last_eval.lengths == [6] * session.parts.env.spec.num_envs
 
 
 @pytest.mark.parametrize("autoreset", ["same_step", "next_step"])
@@ -446,8 +446,8 @@ def test_a_loaded_policy_acts_as_the_trained_one(tmp_path, algo):
     obs = torch.randn(64, 3, generator=torch.Generator().manual_seed(0)) * 3
     parts = session.parts
     with torch.no_grad():
-        want = parts.first.policy.module.mean_action(parts.first.collector.normalizer({"policy": obs}))
-        raw = parts.first.policy.module.mean_action({"policy": obs})
+        want = parts.policy.module.mean_action(parts.collector.normalizer({"policy": obs}))
+        raw = parts.policy.module.mean_action({"policy": obs})
     resume_point = next((tmp_path / "checkpoints").glob("tick-*"))
     for source in (tmp_path, tmp_path / "checkpoints" / "best", resume_point):
         policy = load_policy(source)
@@ -462,7 +462,7 @@ def test_a_policy_without_a_normaliser(tmp_path):
     session = Session(compose(words(tmp_path, "algo.normalize_obs=false")), quiet=True)
     session.train()
     obs = torch.randn(8, 3)
-    assert torch.equal(load_policy(tmp_path)(obs), session.parts.first.policy.module.mean_action({"policy": obs}))
+    assert torch.equal(load_policy(tmp_path)(obs), session.parts.policy.module.mean_action({"policy": obs}))
 
 
 def test_a_fresh_policy_leaves_torchs_own_generator_alone(tmp_path):
@@ -471,6 +471,6 @@ def test_a_fresh_policy_leaves_torchs_own_generator_alone(tmp_path):
     torch.manual_seed(0)
     want = torch.rand(1)
     torch.manual_seed(0)
-    fresh_policy(session.config, session.parts.first.env.spec, "cpu")
+    fresh_policy(session.config, session.parts.env.spec, "cpu")
     assert torch.equal(torch.rand(1), want)
     assert set(snapshot(session.parts)) == {"policy", "norm"}

@@ -175,13 +175,13 @@ def sampling(args: Any) -> list[Row]:
     """Compare the collector with raw stepping and the bare forward pass."""
     runs = {name: begun(make_config(args, args.num_envs, 32, g)) for name, g in GROUPS.items()}
     env, step = raw_stepping(args)
-    collector, frames = runs["serial"].first.collector, SKIP * args.num_envs
+    collector, frames = runs["serial"].collector, SKIP * args.num_envs
     bare = Products(collector.actor.policy, collector.obs)
     with torch.no_grad():
         fns = {
             "raw": rate(step, frames, args),
             "forward": rate(bare.forward, frames, args),
-            **{k: rate(partial(p.first.collector.run, STEPS), STEPS * frames, args) for k, p in runs.items()},
+            **{k: rate(partial(p.collector.run, STEPS), STEPS * frames, args) for k, p in runs.items()},
         }
         rates = alternate(fns, args.rounds)
     env.close()
@@ -205,9 +205,9 @@ def learning(args: Any) -> list[Row]:
 
 def update_rows(args: Any, batch: int) -> list[Row]:
     parts = begun(make_config(args, 2 if args.smoke else 8, batch))
-    for worker in parts.first.workers.values():  # fills private copies and cursors
+    for worker in parts.workers.values():  # fills private copies and cursors
         worker.run(1)
-    one, job = parts.first.learners["v"], parts.first.jobs["v"]
+    one, job = parts.learners["v"], parts.jobs["v"]
     (drawn,) = one.draw(1, one.gen)
     online, target = (Products(net, {k: v.clone() for k, v in drawn.obs.items()}) for net in cast(Any, one.state).nets)
 

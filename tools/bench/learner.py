@@ -122,7 +122,7 @@ def bare_updates(config: Config, device: torch.device) -> dict[str, Callable[[],
 
 def updates(parts: Parts, worker: str) -> Callable[[], Any]:
     """One update on a batch sampled before."""
-    one = parts.first.learners[worker]
+    one = parts.learners[worker]
     batches = cycle([batch for _ in range(BATCHES) for batch in one.draw(1, one.gen)])
     return lambda: one.update(one.state, next(batches), one.settings, one.gen)
 
@@ -130,7 +130,7 @@ def updates(parts: Parts, worker: str) -> Callable[[], Any]:
 def ready(config: Config, device: torch.device) -> Parts:
     """Return learners with private weights and a replay of random rows."""
     parts = begun(config, Blank(config.num_envs, device), own(config, DdpgConfig).n_step + 1)
-    for worker in parts.first.workers.values():  # fills private copies and cursors
+    for worker in parts.workers.values():  # fills private copies and cursors
         worker.run(1)
     return parts
 
@@ -140,7 +140,7 @@ def bench(preset: str, config: Config, args: Any) -> list[Row]:
     device = torch.device(args.device)
     parts, threads, rows = ready(config, device), machine_of(config).threads, []
     for worker, bare in bare_updates(config, device).items():
-        job, count = parts.first.jobs[worker], parts.first.jobs[worker].size
+        job, count = parts.jobs[worker], parts.jobs[worker].size
         with intra_op(args.threads or threads[worker]):
             bares = repeated(bare, count, device)
             fns: dict[str, Callable[[], Any]] = {"update": updates(parts, worker), "bare": bares, "burst": job.graph}

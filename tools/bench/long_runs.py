@@ -85,13 +85,13 @@ def advance(parts: Any, env_steps: int, ticks: int) -> None:
 
     The ring's contents stay: its heads grow by a multiple of its rows.
     """
-    collector = parts.first.collector
+    collector = parts.collector
     store = collector.stores[0]
     more = max(0, env_steps // collector.env.spec.num_envs - int(collector.steps)) // store.rows * store.rows
     collector.stepper.steps += more
     for replay in collector.stores:
         replay.live.head += more
-    for job in parts.first.jobs.values():
+    for job in parts.jobs.values():
         job.updates += EDGE
         clock = getattr(job.learner.state, "clock", None)
         if clock is not None:
@@ -113,7 +113,7 @@ def crossed(folder: Path, ticks: int = 40) -> dict[str, Any]:
         parts: Any = session.parts
         for _ in range(80):  # the ring is full: its length does not change any more
             parts.schedule.tick()
-        collector = parts.first.collector
+        collector = parts.collector
         rows, near = collector.stores[0].rows, int(collector.steps)
         # Below the edge by less than the ticks to come: the multiple of the ring's rows leaves up to one turn.
         ahead = EDGE - (near + max(0, start - rows - near) // rows * rows) + ticks // 2

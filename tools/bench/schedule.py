@@ -77,7 +77,7 @@ def alone(parts: Parts, name: str, seconds: float) -> Round:
     """Return the milliseconds of one worker's share of a tick, with the others idle."""
     learner_bursts = parts.counts.rounds if parts.config.algo.schedule == "lockstep" else 1
     amount = parts.counts.horizon if name == "collector" else learner_bursts
-    job = partial(parts.first.workers[name].run, amount)
+    job = partial(parts.workers[name].run, amount)
     one = common.microseconds(lambda: parts.schedule.executor.run({name: job}), seconds)
     return lambda: one() / 1e3
 
@@ -149,7 +149,7 @@ def busy(args: Any) -> list[Row]:
 def sampler(config: Config, groups: int, args: Any) -> tuple[Collector, list[Sleeper]]:
     """Return a started collector and its simulators, which do not sleep yet."""
     envs = [Sleeper(make_env("lqr", config.num_envs // groups)) for _ in range(groups)]
-    collector = build(config, Grouped(envs) if groups > 1 else envs[0]).first.collector
+    collector = build(config, Grouped(envs) if groups > 1 else envs[0]).collector
     collector.start(0)
     return collector, envs
 

@@ -6,8 +6,8 @@ python tools/gpu/check.py --device cpu --smoke --parts pql    tiny, to test the 
 
 Needs torch >= 2.10, numpy, safetensors and, for the tests, pytest; neither this package nor Hydra has to be installed
 (docs/results/gpu.md describes how to prepare a bare machine). Every case runs in a separate process, so that a crash
-or hang does not affect the next one. Rows are printed and saved immediately, to ``OUT/PART.json``. A part ends within its
-bound, under nine minutes; a second call continues with the cases that remain or failed.
+or hang does not affect the next one. Rows are printed and saved immediately, to ``OUT/PART.json``. A part ends within
+its bound, under nine minutes; a second call continues with the cases that remain or failed.
 
 Rows, in addition to those of ``bench/learner.py`` (``bench/warp_envs.py`` and ``bench/atari.py`` measure simulators):
 

@@ -97,11 +97,11 @@ def ready(config: Config, schedule: str, graphs: bool, warm_ticks: int = 5, exec
 
 def wait(parts: Parts) -> None:
     """Wait until the device has finished."""
-    synchronize(parts.first.env.spec.device)
+    synchronize(parts.env.spec.device)
 
 
 def ticks_per_second(parts: Parts, seconds: float) -> Round:
-    return per_second(parts.schedule.tick, 1, seconds, parts.first.env.spec.device)
+    return per_second(parts.schedule.tick, 1, seconds, parts.env.spec.device)
 
 
 def host_ms(parts: Parts, repeats: int) -> float:
@@ -120,7 +120,7 @@ def host_ms(parts: Parts, repeats: int) -> float:
 def count_work(parts: Parts, job: Callable[[], Any]) -> tuple[int, int]:
     """Return (kernels run on the device, host calls that launch work) of one ``job``."""
     kinds = [torch.profiler.ProfilerActivity.CPU]
-    if parts.first.env.spec.device.type == "cuda":
+    if parts.env.spec.device.type == "cuda":
         kinds.append(torch.profiler.ProfilerActivity.CUDA)
     with parts.schedule.executor.exclusive():
         job()
@@ -138,9 +138,9 @@ def launch_rows(case: str, parts: Parts) -> Iterator[Row]:
     """Measure kernels and launches per update of each learner and per step of the collector."""
     horizon = parts.counts.horizon
     jobs: dict[str, tuple[Callable[[], Any], int]] = {
-        f"{NAMES[worker]} update": (partial(job, 1), job.size) for worker, job in parts.first.jobs.items()
+        f"{NAMES[worker]} update": (partial(job, 1), job.size) for worker, job in parts.jobs.items()
     }
-    jobs["collector step"] = (lambda: parts.first.collector.run(horizon), horizon)
+    jobs["collector step"] = (lambda: parts.collector.run(horizon), horizon)
     for name, (job, count) in jobs.items():
         kernels, launches = count_work(parts, job)
         yield compare(f"{case}: kernels per {name}", "kernels", [kernels / count])
@@ -221,7 +221,7 @@ def learn_rows(case: str, config: Config, threshold: float, seconds: float) -> I
     """
     parts = ready(config, config.algo.schedule, True, 0)
     env = build_env(config, min(64, config.num_envs))
-    policy = fresh_policy(config, parts.first.env.spec, env.spec.device)
+    policy = fresh_policy(config, parts.env.spec, env.spec.device)
     spent, reached = 0.0, False
     try:
         while spent < seconds and not reached:
