@@ -1,6 +1,7 @@
 """Shared fixtures and helpers: one intra-op thread, small runs from dataclasses, bit-exact comparison of trees."""
 
 import gc
+import importlib
 import os
 import signal
 import tempfile
@@ -74,6 +75,12 @@ FLASH: dict[str, Any] = {
     "critic": {"hidden": [8], "trunk": "residual", "batch_norm": True, "unit_weights": "all", "atoms": 11},
     "policy": {"hidden": [8, 8], "batch_norm": True, "unit_weights": "linear"},
 }
+
+
+@pytest.fixture
+def tool() -> Callable[[str], Any]:
+    """Return a function: dotted name below ``tools`` -> the script as a module."""
+    return lambda name: importlib.import_module(f"tools.{name}")
 
 
 @pytest.fixture(autouse=True)

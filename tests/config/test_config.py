@@ -10,12 +10,13 @@ import torch
 from run_files import mutate, words
 
 from pql.algos.registry import family_of
+from pql.algos.value import target_updates, value_counts
 from pql.config import Config, DdpgConfig, SacConfig, from_dict, leaves, to_dict
 from pql.config.algorithms import RECORDS
 from pql.config.compose import compose, known_settings, parse_override, parse_word
 from pql.config.fields import KEY, condition_text, like, settings
 from pql.config.files import read_yaml
-from pql.config.layers import GROUPS, Presets
+from pql.config.layers import GROUPS, MOVED, Presets
 from pql.config.validate import resolve_device, validate
 from pql.errors import ConfigError, PqlWarning, nearest
 from pql.run.resume import resume_config

@@ -296,14 +296,3 @@ def test_every_page_with_commands_is_among_the_cases():
     covered = {case.values[0]: {mark.name for mark in case.marks} for case in cases}
     assert {page for page, _ in lines()} - {*covered} == WITHOUT
     assert {page for page, marks in covered.items() if "slow" not in marks} == {*FIRST}
-
-
-def test_a_command_is_skipped_by_the_name_of_what_it_lacks(monkeypatch):
-    monkeypatch.delenv(ORIGINALS, raising=False)
-    assert (
-        lacking(["pql", "train", "task=halfcheetah", "task.process.python=/opt/none/bin/python"])
-        == "/opt/none/bin/python"
-    )
-    assert lacking(["PQL_ISAACGYMENVS=PATH", "pytest", "tests/envs/test_originals.py"]) == f"the variable {ORIGINALS}"
-    assert lacking(["python", "fast_td3/train.py", "--seed", "1"]) == "fast_td3/train.py"
-    assert lacking(["pql", "train", "task=halfcheetah", "scale=gpu"]) is None
