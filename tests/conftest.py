@@ -25,7 +25,7 @@ from pql.config import Config, PlacementConfig, from_dict
 from pql.config.families import record_of
 from pql.config.migrate import known
 from pql.config.validate import validate
-from pql.contract.conformance import Report
+from pql.contract.conformance import Report, check_env
 from pql.contract.env import EnvSpec
 from pql.engine import watchdog
 from pql.engine.executors import Executor
@@ -185,6 +185,19 @@ class SummaryTables:
 @pytest.fixture
 def summary_tables(record_property: Callable[[str, object], None], request: pytest.FixtureRequest) -> SummaryTables:
     return SummaryTables(record_property, request.node.name)
+
+
+@pytest.fixture
+def conforms(summary_tables: SummaryTables) -> Callable[..., set[str]]:
+    """Return a function: (environment, steps) -> the rules without an occasion; it fails if the contract is broken."""
+
+    def check(env: Any, steps: int, **more: Any) -> set[str]:
+        report = check_env(env, steps=steps, **more)
+        summary_tables.conformance(report)
+        assert report.ok, str(report)
+        return {r.name for r in report.results if r.ok is None}
+
+    return check
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
