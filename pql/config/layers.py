@@ -116,7 +116,7 @@ class Presets:
         yield from self.tuned(self.line("task", chosen["task"]), algo, scale)
 
     def shown(self, file: str) -> str:
-        """Return a preset's file for messages: below ``cfg`` (this library's, as in a checkout) or the user's folder."""
+        """Return a preset's file for messages: below ``cfg`` (this library's, as in a checkout) or the user's."""
         folder = next((folder for folder in self.folders if (folder / file).exists()), None)
         return file if folder is None else f"cfg/{file}" if folder == self.folders[-1] else str(folder / file)
 

@@ -205,16 +205,16 @@ def test_a_simulator_without_state_goes_on_with_an_empty_memory(monkeypatch):
     config = config_of({"task": {"name": "counter"}}, VARIANTS["lstm"])
     parts = ticks(start(config, Inline()), 3)
     again = build(config, executor=Inline())
-    again.first.collector.start(7)
+    again.collector.start(7)
     again.load_state_dict(parts.state_dict(), 3)
     assert parts.collector.actor.memory.carry.abs().max() > 0
-    assert again.first.collector.actor.memory.carry.abs().max() == 0
-    assert bool(again.first.collector.actor.memory.fresh.all())
-    again.first.workers["collector"].run(8)
-    segment = again.first.collector.stores[0].segment()
+    assert again.collector.actor.memory.carry.abs().max() == 0
+    assert bool(again.collector.actor.memory.fresh.all())
+    again.workers["collector"].run(8)
+    segment = again.collector.stores[0].segment()
     from pql.algos import ppo
 
-    state = again.first.learners["learner"].state
+    state = again.learners["learner"].state
     assert state.progress.carry.abs().max() > 0
     assert ppo.value_carry(state, segment).abs().max() == 0
 

@@ -71,7 +71,7 @@ LONG_FILES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {}
 """Functions that may have more than 60 lines, with the reason."""
 MOST_LINES = {"pql": 44_000, "tests": 50_000, "tools": 7_450}
-"""Lines of Python that a folder may have. A commit that removes lines lowers its number; one that raises it says why."""
+"""Lines of Python a folder may have. A commit that removes lines lowers its number, one that raises it says why."""
 
 
 def test_files_and_functions_are_short():

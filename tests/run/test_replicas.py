@@ -80,14 +80,14 @@ def serial_reference(change, count, rounds, make_optimizer):
     for _ in range(rounds):
         for one, learner in zip(runs, learners, strict=True):
             learner.state.optimizer.flat.data.data.copy_(shared.data)
-            one.first.slots["policy"].publish()
-            one.first.workers["collector"].run(one.counts.horizon)
+            one.slots["policy"].publish()
+            one.workers["collector"].run(one.counts.horizon)
         updates = runs[0].counts.updates["learner"]
         batches = [iter(learner.draw(updates, learner.gen)) for learner in learners]
         for _ in range(updates):
             for learner, batch in zip(learners, batches, strict=True):
                 ppo.ppo_update(learner.state, next(batch), learner.settings, learner.gen)
-    return shared.data, [one.first.collector.obs["policy"] for one in runs]
+    return shared.data, [one.collector.obs["policy"] for one in runs]
 
 
 def adamw(shared):
