@@ -5,8 +5,8 @@ python tools/gpu_check.py [--parts env tests ...] [--out gpu_check]
 python tools/gpu_check.py --device cpu --smoke --parts pql    tiny, to test the script itself
 
 Needs torch >= 2.10, numpy, safetensors and, for the tests, pytest; neither this package nor Hydra has to be installed
-(docs/results/gpu.md describes how to prepare a bare machine). Every case runs in a separate process, so that a crash or hang
-does not affect the next one; ``--here`` runs them in this process. Rows are printed and saved immediately, to
+(docs/results/gpu.md describes how to prepare a bare machine). Every case runs in a separate process, so that a crash or
+hang does not affect the next one; ``--here`` runs them in this process. Rows are printed and saved immediately, to
 ``OUT/PART.json``. A part ends within its bound, under nine minutes; a second call continues with the cases that remain
 or failed. ``--again`` repeats all cases.
 
