@@ -38,7 +38,7 @@ $(VENV)/.warp: $(STAMP)
 	$(BIN)/$(INSTALL) --constraint constraints.txt --editable '.[warp]'
 	touch $@
 
-# Libraries that tools/bench_peers.py compares with, in an environment of their own (1.5 GB): --python .peers/bin/python
+# Libraries that tools/peers/compare.py compares with, in an environment of their own (1.5 GB): --python .peers/bin/python
 peers: .peers/.installed
 
 .peers/.installed: pyproject.toml constraints.txt requirements/peers.txt

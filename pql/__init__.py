@@ -11,8 +11,6 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
-from pql.contract.moved import install
-
 # Before the first CUDA call: cuBLAS picks its workspaces when it starts, and only these give the same bits each time.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # Before torch is loaded: GNU's OpenMP lets idle threads spin for milliseconds after every operation, and occupy cores
@@ -25,11 +23,11 @@ __version__ = "0.2.0"
 if TYPE_CHECKING:
     from pql import wrap as wrap
     from pql.algos.registry import register_algorithm as register_algorithm
-    from pql.cli.api import compare as compare
-    from pql.cli.api import evaluate as evaluate
-    from pql.cli.api import report as report
-    from pql.cli.api import resume as resume
-    from pql.cli.api import train as train
+    from pql.api import compare as compare
+    from pql.api import evaluate as evaluate
+    from pql.api import report as report
+    from pql.api import resume as resume
+    from pql.api import train as train
     from pql.config import Config as Config
     from pql.contract.conformance import check_env as check_env
     from pql.contract.env import Box as Box
@@ -49,11 +47,11 @@ if TYPE_CHECKING:
     from pql.types import Step as Step
 
 _HOME = {
-    "train": "pql.cli.api",
-    "resume": "pql.cli.api",
-    "evaluate": "pql.cli.api",
-    "compare": "pql.cli.api",
-    "report": "pql.cli.api",
+    "train": "pql.api",
+    "resume": "pql.api",
+    "evaluate": "pql.api",
+    "compare": "pql.api",
+    "report": "pql.api",
     "check_env": "pql.contract.conformance",
     "make_env": "pql.contract.env",
     "register": "pql.contract.registry",
@@ -87,6 +85,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> Any:  # a list of names; this file also runs on Python 3.8, in the process of a simulator that needs it
     return sorted(__all__)
-
-
-install()

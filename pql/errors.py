@@ -2,7 +2,8 @@
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from decimal import Decimal
 from typing import Any
 
@@ -43,6 +44,19 @@ class HungError(RunError):
 
 class PqlWarning(UserWarning):
     """A problem that does not end the run. The command line prints it as one line."""
+
+
+@contextmanager
+def writing(setting: str, path: object, what: str = "folder") -> Iterator[None]:
+    """Context manager: turn a failure to write below ``path`` into an error of ``setting``.
+
+    Raises:
+        ConfigError: an ``OSError`` was raised.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(setting, path, f"a {what} that can be written ({error})") from error
 
 
 def first_line(error: BaseException) -> str:

@@ -11,6 +11,7 @@ Shape letters used in every docstring and shape comment of this package:
 This file imports no simulator and no network.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -64,6 +65,10 @@ class Step(NamedTuple):
     final_ok: Tensor
     valid: Tensor
     log: dict[str, Tensor]
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Step":
+        """Apply ``change`` to every tensor [N, ...]."""
+        return Step._make({k: change(t) for k, t in v.items()} if isinstance(v, dict) else change(v) for v in self)
 
 
 class Batch(NamedTuple):

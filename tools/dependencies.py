@@ -81,9 +81,6 @@ def normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-# -- hashes ---------------------------------------------------------------------------------------------------------
-
-
 def files(name: str, version: str) -> list[dict[str, Any]]:
     """Return the index's entries of all files of a version."""
     request = urllib.request.Request(f"{INDEX}{name}/", headers={"Accept": KIND})
@@ -112,9 +109,6 @@ def locked() -> Iterator[str]:
             yield " \\\n    ".join([f"{name}=={version}", *(f"--hash=sha256:{one}" for one in hashes)])
     if missing := names - pins().keys():
         raise SystemExit(f"not in constraints.txt: {', '.join(sorted(missing))}")
-
-
-# -- licences -------------------------------------------------------------------------------------------------------
 
 
 def licence(name: str) -> str | None:

@@ -20,9 +20,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import _bench
 import pytest
 import torch
+
+from tools.bench import common
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "support"))
@@ -56,6 +57,7 @@ inject several faults; *commit* is the version that was tested (+: with changes)
 |---|---|---|---|---|---|---|---|---|
 """
 
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="", help="such as 1,2,5-9; all by default")
@@ -64,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--log", default="build/faults.jsonl", help="outcomes; what passed is not repeated")
     parser.add_argument("--fresh", action="store_true", help="forget earlier outcomes")
     parser.add_argument("--table", action="store_true", help="print the table of the outcomes; run nothing")
-    parser.add_argument("--page", help="also write the section \"Faults\" of this page")
+    parser.add_argument("--page", help='also write the section "Faults" of this page')
     args = parser.parse_args(argv)
     log = Path(args.log)
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -83,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     table, forms = rows(runs), form_rows(runs)
     print("\n".join([*table, "", *forms]))
     if args.page:
-        head = HEAD.format(date=time.strftime("%Y-%m-%d"), machine=_bench.machine(), effort=effort(runs), gpu=gpu())
+        head = HEAD.format(date=time.strftime("%Y-%m-%d"), machine=common.machine(), effort=effort(runs), gpu=gpu())
         write(Path(args.page), head + "\n".join(table[2:]) + "\n" + notes())
     failed = [run for run in runs if run["outcome"] == "failed"]
     for run in failed:
@@ -167,6 +169,11 @@ def rows(runs: Sequence[dict[str, Any]]) -> list[str]:
     return out
 
 
+def notes() -> str:
+    """Return the notes on rows as a list."""
+    return "".join(f"\n* **Row {number}**: {text}" for number, text in sorted(NOTES.items())) + "\n" * bool(NOTES)
+
+
 def asked(row: Row) -> str:
     return f"{row.count:,}" if len(row.forms) == 1 else f"{row.count:,} of {len(row.forms)} forms each"
 
@@ -197,11 +204,6 @@ def gpu() -> str:
     """Return a sentence about the tests for GPUs where there is none."""
     skipped = " The matrix has tests for GPUs, which were skipped:\n**nothing here was measured on a GPU**."
     return "" if torch.cuda.is_available() else skipped
-
-
-def notes() -> str:
-    """Return the notes on rows as a list."""
-    return "".join(f"\n* **Row {number}**: {text}" for number, text in sorted(NOTES.items())) + "\n" * bool(NOTES)
 
 
 if __name__ == "__main__":

@@ -16,59 +16,27 @@ import sys
 import tempfile
 from pathlib import Path
 
-TASKS = {"continuous": "pendulum", "discrete": "catch"}
 DISCRETE = ("dqn", "c51", "rainbow", "eps_rainbow", "btr", "apex", "r2d2", "pqn")
-ALGORITHMS = (
-    "pql",
-    "pql_d",
-    "pql_sac",
-    "ddpg",
-    "td3",
-    "sac",
-    "ppo",
-    "a2c",
-    "a3c",
-    "appo",
-    "impala",
-    "reppo",
-    *DISCRETE,
-)
+ROLLOUT = ("ppo", "a2c", "a3c", "appo", "impala", "reppo")
+ALGORITHMS = ("pql", "pql_d", "pql_sac", "ddpg", "td3", "sac", *ROLLOUT, *DISCRETE)
 SCHEDULES = ("concurrent", "lockstep")
 TICKS, ENVS = 200, 8
-WORDS = [
-    "device=cpu",
-    "scale=cpu",
-    f"num_envs={ENVS}",
-    "seed=3",
-    "budget.seconds=null",
-    "eval.final=false",
-    "eval.every_seconds=null",
-    "checkpoint.every_seconds=null",
-    "placement.executor=inline",
-    "algo.critic.hidden=[16,16]",
-    "logger=none",
-]
+WORDS = (
+    f"device=cpu scale=cpu num_envs={ENVS} seed=3 budget.seconds=null budget.env_steps={TICKS * ENVS} eval.final=false "
+    "eval.every_seconds=null checkpoint.every_seconds=null placement.executor=inline logger=none "
+    "algo.critic.hidden=[16,16]"
+).split()
 
 
 def state_hash(algorithm: str, schedule: str) -> str:
     """Return the hash after ``TICKS`` ticks, or the reason of a refusal."""
-    task = TASKS["discrete" if algorithm in DISCRETE else "continuous"]
+    words = [*WORDS, f"algo={algorithm}", f"algo.schedule={schedule}"]
+    words.append(f"algo.warmup_steps={32 if algorithm == 'r2d2' else 8}")  # R2D2 needs at least the rows of a sequence
+    words += ["task=catch"] if algorithm in DISCRETE else ["task=pendulum", "algo.policy.hidden=[16,16]"]
+    words += ["algo.batch_size=32"] if algorithm not in ("pqn", "r2d2", *ROLLOUT) else []
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
-        words = [
-            *WORDS,
-            f"task={task}",
-            f"algo={algorithm}",
-            f"algo.schedule={schedule}",
-            f"run_dir={run}",
-            f"budget.env_steps={TICKS * ENVS}",
-            f"algo.warmup_steps={32 if algorithm == 'r2d2' else 8}",  # R2D2 needs at least the rows of a sequence
-        ]
-        if algorithm not in DISCRETE:
-            words.append("algo.policy.hidden=[16,16]")
-        if algorithm not in ("pqn", "r2d2") and algorithm not in ALGORITHMS[6:12]:
-            words.append("algo.batch_size=32")
-        command = [sys.executable, "-m", "pql", "train", *words]
+        command = [sys.executable, "-m", "pql", "train", *words, f"run_dir={run}"]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             return "refused: " + (done.stderr.strip() or "no message").splitlines()[-1]

@@ -29,6 +29,7 @@ ROOMS = (
     "run",
     "reports",
     "wrap",
+    "api",
     "cli",
 )  # lowest first: a module imports only from its own room and those before it
 ALLOWED = {
@@ -202,6 +203,33 @@ def shapeless(found: dict[str, Module]) -> list[str]:
     return out
 
 
+def long_files(found: dict[str, Module], most: int = 400) -> dict[str, int]:
+    """Return the modules with more than ``most`` lines, and their lines."""
+    lines = {name: module.path.read_text().count("\n") for name, module in found.items()}
+    return {name: count for name, count in lines.items() if count > most}
+
+
+def long_functions(found: dict[str, Module], most: int = 60) -> dict[str, int]:
+    """Return the functions with more than ``most`` lines, as ``module.name``, and their lines."""
+    spans = {f"{m.name}.{node.name}": (node.end_lineno or 0) - node.lineno + 1 for m, node in functions(found)}
+    return {name: count for name, count in spans.items() if count > most}
+
+
+def reading_path(root: Path) -> int:
+    """Return the lines of the modules that the README names to read first."""
+    return sum((root / "pql" / name).read_text().count("\n") for name in PATH)
+
+
+def lines_of_code(root: Path, folder: str) -> int:
+    """Return the lines of a folder's Python files."""
+    return sum(path.read_text().count("\n") for path in (root / folder).rglob("*.py"))
+
+
+def pages(root: Path) -> int:
+    """Return the number of the documentation's pages."""
+    return len([*(root / "docs").rglob("*.md")])
+
+
 def measure(root: Path) -> dict[str, object]:
     """Return all numbers by name."""
     found = modules(root)
@@ -212,7 +240,6 @@ def measure(root: Path) -> dict[str, object]:
     longest = max(functions(found), key=lambda pair: (pair[1].end_lineno or 0) - pair[1].lineno)
     length = (longest[1].end_lineno or 0) - longest[1].lineno + 1
     file = max(sources, key=lambda name: sources[name].count("\n"))
-    path = [root / "pql" / p for p in PATH]
     return {
         "entries of pql/": len(entries),
         "modules by room": rooms,
@@ -223,9 +250,11 @@ def measure(root: Path) -> dict[str, object]:
         "longest function": f"{longest[0].name}.{longest[1].name}: {length} lines",
         "longest file": f"{file}: {sources[file].count(chr(10))} lines",
         "functions with more than six parameters": sum(parameters(node) > 6 for _, node in functions(found)),
-        "lines of the reading path": sum(p.read_text().count("\n") for p in path)
-        if all(p.exists() for p in path)
-        else None,
+        "lines of the reading path": reading_path(root) if all((root / "pql" / p).exists() for p in PATH) else None,
+        "files of more than 400 lines": long_files(found),
+        "functions of more than 60 lines": long_functions(found),
+        **{f"lines of {folder}": lines_of_code(root, folder) for folder in ("pql", "tests", "tools")},
+        "pages of documentation": pages(root),
         "public names defined twice": repeated_names(found),
         "docstrings that open with a question word": len(questions(found)),
         "public functions with tensors and no shape": len(shapeless(found)),

@@ -8,7 +8,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from torch import Generator, Tensor, nn
@@ -17,7 +17,7 @@ from pql.algos.builders import make_normalizer
 from pql.algos.on_policy import check_room
 from pql.algos.registry import Family, Setup, Wiring
 from pql.algos.value import check_acting, make_q_network
-from pql.collect.actors import action_buffer
+from pql.collect.actors import Actor, action_buffer
 from pql.collect.collector import Collector
 from pql.collect.epsilon import Epsilon, epsilon_greedy
 from pql.config import Config, PqnConfig
@@ -31,7 +31,7 @@ from pql.engine.worker import Learner, State, Tensors, Update
 from pql.nets.actor_critic import bfloat16
 from pql.nets.mlp import seeded
 from pql.nets.q import QNetwork
-from pql.types import Memory, Metrics, Obs
+from pql.types import Metrics, Obs
 
 
 @dataclass
@@ -53,15 +53,12 @@ def rollout_values(net: QNetwork, obs: Obs, amp: bool) -> Tensor:
         return net.values(obs).float()
 
 
-class GreedyActor:
+class GreedyActor(Actor):
     """Epsilon-greedy actor that stores the network's values of all actions, from which returns are computed.
 
     Args:
         amp: see :func:`rollout_values`.
     """
-
-    squashed: Tensor | None = None
-    memory: Memory | None = None
 
     def __init__(self, policy: nn.Module, epsilon: Epsilon, spec: EnvSpec, amp: bool = False):
         self.policy, self.epsilon, self.amp = policy, epsilon, amp
@@ -79,23 +76,14 @@ class GreedyActor:
     def record(self, device: torch.device) -> PolicyOutput:
         return self.acted if device == self.action.device else self.acted.map(lambda t: t.to(device))
 
-    def observe(self, first: Tensor) -> None:
-        """Ignore ``first`` ([N] bool): epsilon does not depend on episodes."""
-
-    def restart(self) -> None:
-        """Do nothing: the actor has no state between steps."""
-
-    def part(self, columns: slice) -> "GreedyActor":
-        part = copy.copy(self)
-        part.action, part.epsilon = self.action[columns], self.epsilon.part(columns)
+    def part(self, columns: slice) -> Self:
+        part = super().part(columns)
+        part.epsilon = self.epsilon.part(columns)
         part.acted = self.acted.map(lambda t: t[columns])._replace(raw=part.action)
         return part
 
     def state_dict(self) -> dict[str, Tensor]:
         return {"steps": self.epsilon.steps}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self.epsilon.steps.copy_(state["steps"])
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,11 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from pql.config import Config, ThreadsConfig
 from pql.config.compose import compose
 from pql.contract.env import find_factory
-from pql.engine.placement import available_cores, thread_counts, worker_devices
+from pql.engine.placement import available_cores, machine_of
 from pql.errors import ConfigError
 from pql.run.build import build
 
@@ -25,23 +24,7 @@ WORTH = 1.03  # least speed-up at which another split is accepted: less is noise
 WARM_UP, ROWS = 32, 100_000  # of a measurement: a tick's cost does not depend on the replay's content
 
 
-class Trial(Protocol):
-    """A run that can be timed."""
-
-    split: Split
-
-    def rate(self, seconds: float) -> float:
-        """Measure ticks per second, for about ``seconds``."""
-        ...
-
-    def busy(self) -> dict[str, float]:
-        """Return the seconds that each multi-threaded part was busy so far."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class RealTrial:
+class Trial:
     """A run of ``config`` with ``split``, built and warmed up."""
 
     def __init__(self, config: Config, split: Split):
@@ -65,8 +48,7 @@ class RealTrial:
         return {name: seconds["collector" if name == "simulator" else name] for name in self.split}
 
     def close(self) -> None:
-        self.parts.schedule.executor.close()
-        self.parts.close_envs()
+        self.parts.close()
 
 
 def measure_placements(words: Sequence[str], seconds: float = 2.0, rounds: int = 3) -> int:
@@ -88,12 +70,12 @@ def measure_placements(words: Sequence[str], seconds: float = 2.0, rounds: int =
         tried += 1
         print(f"{ratio:5.2f} of the best so far: {show_split(split)}", flush=True)
 
-    best = search(lambda split: RealTrial(config, split), start, cores, seconds, rounds, tell)
+    best = search(lambda split: Trial(config, split), start, cores, seconds, rounds, tell)
     if best == start:
         print(f"the default is the best of the {tried} tried: no setting to change")
         return 0
     # Measured again, as the best of many measurements is biased upwards.
-    new, old = RealTrial(config, best), RealTrial(config, start)
+    new, old = Trial(config, best), Trial(config, start)
     ratio = faster(new, old, seconds, rounds)
     new.close()
     old.close()
@@ -160,14 +142,14 @@ def splits(config: Config) -> Split:
     Raises:
         ConfigError: there are none.
     """
-    known, out = thread_counts(config), dict[str, int]()
-    for worker, device in worker_devices(config, config.algo.learners).items():
+    machine, out = machine_of(config), dict[str, int]()
+    for worker, device in machine.devices.items():
         if device.type == "cpu":
-            out[setting_of(worker)] = known[worker]
+            out[setting_of(worker)] = machine.threads[worker]
     far = config.task.process.python is not None
     takes = far or "threads" in inspect.signature(find_factory(config.task.name)).parameters
     if takes and "threads" not in config.task.kwargs:
-        out["simulator"] = known["simulator"]
+        out["simulator"] = machine.threads["simulator"]
     if not out:
         raise ConfigError("placement", config.task.name, "a worker or a simulator with threads on the CPU")
     return out

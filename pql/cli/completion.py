@@ -6,13 +6,17 @@ of a second, so nothing here may import torch or Hydra.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
+from typing import TYPE_CHECKING
 
 from pql.cli.sweep_plan import AXES, OBJECTIVES, SAMPLERS, Settings
 from pql.config import Config
 from pql.config.algorithms import RECORDS
-from pql.config.compose import BATCH, RESUMABLE, RESUMABLE_TOO, known_settings
+from pql.config.compose import RESUMABLE, RESUMABLE_TOO, known_settings
 from pql.config.fields import reads, settings
 from pql.config.layers import GROUPS, Presets
+
+if TYPE_CHECKING:
+    from pql.cli.parser import Command
 
 BASH = """\
 _pql() {
@@ -55,7 +59,6 @@ OWN = {
     "x": ("seconds", "env_steps", "updates"),
     "formats": ("pt2", "onnx"),
     "scale": ("true", "false"),
-    BATCH: tuple(str(2**i) for i in range(5, 12)),
 }
 RUN_FIRST = (
     "resume",
@@ -70,16 +73,10 @@ RUN_FIRST = (
 )  # the first word is a path, for the shell
 
 
-def candidates(
-    line: str, commands: Mapping[str, Iterable[str]], flags: Mapping[str, Sequence[str]] | None = None
-) -> list[str]:
+def candidates(line: str, commands: "Mapping[str, Command]") -> list[str]:
     """Return words that may replace the last word of ``line``. Empty if it may be a file name.
 
     Names are completed a part at a time: ``algo.cr`` -> ``algo.critic.``, then ``algo.critic.lr=``.
-
-    Args:
-        commands: command -> its own settings.
-        flags: by command.
     """
     words = line.split()
     if line[-1:].isspace() or not words:
@@ -94,7 +91,7 @@ def candidates(
     elif command == "bench" and len(before) == 2:
         found = ("placement",)
     elif word.startswith("-"):
-        found = (flags or {}).get(command, ())
+        found = commands[command].options if command in commands else ()
     elif command in RUN_FIRST and len(before) == 2:
         found = ()
     elif "=" in word:
@@ -104,7 +101,9 @@ def candidates(
     else:
         chosen = next((w.removeprefix("algo=") for w in before if w.startswith("algo=")), "pql")
         algo = chosen if chosen in Presets().names("algo") else None
-        found = next_parts(word, [*setting_names(command, algo), *commands.get(command, ())])
+        found = next_parts(
+            word, [*setting_names(command, algo), *(commands[command].own if command in commands else ())]
+        )
     return [w for w in found if w.startswith(word)]
 
 
@@ -116,11 +115,11 @@ def setting_names(command: str, algo: str | None = None) -> list[str]:
     """
     known = [*known_settings()] if algo is None else [name for name in known_settings() if is_of(name, algo)]
     if command == "train":
-        return [*GROUPS, BATCH, *known, "multirun_dir"]
+        return [*GROUPS, *known, "multirun_dir"]
     if command in ("bench", "warm-up"):
-        return [*GROUPS, BATCH, *known]
+        return [*GROUPS, *known]
     if command == "sweep":
-        return [*GROUPS, BATCH, *known, *(f.name for f in fields(Settings))]
+        return [*GROUPS, *known, *(f.name for f in fields(Settings))]
     if command == "resume":
         return [s for s in known if s.partition(".")[0] in RESUMABLE or s in RESUMABLE_TOO]
     return []

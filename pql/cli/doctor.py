@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from pql.cli.tables import table
+from pql.run.store.run_dir import version
 
 CORE = ("pql-rl", "torch", "numpy", "safetensors", "hydra-core", "omegaconf", "rich")
 
@@ -60,14 +61,6 @@ def machine_lines() -> list[str]:
         f"GPUs: {gpus or 'none'} (torch built for {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'the CPU'})",
         ", ".join(f"{name} {version(name) or '-'}" for name in CORE),
     ]
-
-
-def version(package: str) -> str | None:
-    """Return the version of an installed package, or None."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def extras() -> list[list[str]]:

@@ -14,13 +14,13 @@ from pql.cli.tables import table
 from pql.config import Config, PlacementConfig, to_dict
 from pql.config.compose import compose, split_word
 from pql.config.layers import Presets
-from pql.config.validate import STEPS, limits, resolve_device
+from pql.config.validate import STEPS, limits
 from pql.contract.conformance import Checker, Report, check_env, protocol_fault
 from pql.contract.env import EnvSpec, VecEnv
 from pql.engine.deadlines import start_limit
 from pql.engine.watchdog import Timed, guarded, watching
 from pql.errors import ConfigError, RunError
-from pql.run.task import build_env, describe_env
+from pql.run.environment import build_env, describe_env
 from pql.types import Step
 
 SOON = 10.0  # seconds after which a check says how long it takes
@@ -64,7 +64,7 @@ def check_simulator(name: str, num_envs: int, steps: int | None, words: Sequence
 def _check(config: Config, steps: int | None) -> Report:
     place = config.placement
     foreseen: list[EnvSpec] = []
-    if spec := describe_env(config, torch.device(resolve_device(config.device))):
+    if spec := describe_env(config):
         foreseen.append(spec)
     with watching(f"building {config.task.title}", start_limit(place)):
         env = build_env(config, approve=foreseen.append)

@@ -166,11 +166,10 @@ def dry_run(overrides: Sequence[str]) -> int:
                 steps = parts.env_steps - steps
             times.append(time.perf_counter())
         finally:
-            parts.schedule.executor.close()
-            parts.close_envs()
+            parts.close()
     building, starting, tick = (later - earlier for earlier, later in itertools.pairwise(times))
-    spec, held = parts.first.env.spec, memory(parts.first.env.spec.device)
-    held |= {"replay": sum(map(tensor_bytes, parts.first.collector.replays)) / 2**30}
+    spec, held = parts.env.spec, memory(parts.env.spec.device)
+    held |= {"replay": sum(map(tensor_bytes, parts.collector.replays)) / 2**30}
     rows = [
         ["observations", ", ".join(f"{name} {list(group.shape)}" for name, group in spec.obs.items())],
         ["actions", str(spec.action)],
@@ -191,7 +190,7 @@ def parameters(parts: "Parts") -> dict[str, int]:
     from pql.run.policy import networks_of
 
     out = {}
-    for name, learner in parts.first.learners.items():
+    for name, learner in parts.learners.items():
         modules = (net.module if isinstance(net, Flat) else net for net in networks_of(learner.state).values())
         trained = {id(p): p.numel() for module in modules for p in module.parameters() if p.requires_grad}
         out[name] = sum(trained.values())

@@ -8,7 +8,7 @@ from typing import Any
 
 from pql.cli.sweep_values import Space, parse_space
 from pql.config import Config
-from pql.config.compose import BATCH, FREE, compose, known_settings, split_word, whole_numbers
+from pql.config.compose import FREE, compose, known_settings, split_word, whole_numbers
 from pql.config.files import expanded
 from pql.config.layers import GROUPS
 from pql.errors import ConfigError, nearest
@@ -99,7 +99,7 @@ def make_plan(words: Sequence[str]) -> Plan:
 
 def check_known_setting(key: str, word: str) -> None:
     """Raises ``ConfigError`` for a name that is a setting of neither a run nor a sweep."""
-    names = [*NAMES, *GROUPS, BATCH, *known_settings()]
+    names = [*NAMES, *GROUPS, *known_settings()]
     if key not in names and not key.startswith(FREE):
         raise ConfigError(key, word.partition("=")[2], f"a known setting{nearest(key, names)}")
 

@@ -25,8 +25,7 @@ def warm_up(overrides: Sequence[str]) -> int:
             with console.doing("compiling", parts.preparation):
                 parts.prepare()
         finally:
-            parts.schedule.executor.close()
-            parts.close_envs()
+            parts.close()
     run = f"{config.algo.name} on {config.task.title}, {config.num_envs:,} environments on {config.device}"
     print(f"{run}: built in {built - began:.1f} s, compiled in {time.monotonic() - built:.1f} s")
     return 0

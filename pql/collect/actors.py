@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Self
 
 import torch
 from torch import Generator, Tensor, nn
@@ -22,50 +22,54 @@ ActFunction = Callable[[nn.Module, Obs, Noise], Tensor]
 """(policy, normalised obs, noise) -> action [N, A]: the part of acting that differs between algorithms."""
 
 
-class Actor(Protocol):
-    """Collecting policy: maps observations to actions and keeps its state from step to step."""
+class Actor:
+    """Collecting policy: maps observations to actions and keeps its state from step to step.
 
-    action: Tensor  # [N, A] or [N] int64: the simulator's input, at a fixed address
-    memory: Memory | None
+    Attributes:
+        policy: the collector's copy of the policy, into which new weights are pulled.
+        action: [N, A] float32, [N] or [N, K] int64: the simulator's input, at a fixed address.
+        memory: state of a recurrent policy; None: it has none.
+        squashed: last output of a tanh policy before exploration noise, [N, A]; None for other policies.
+    """
 
-    @property
-    def policy(self) -> nn.Module:
-        """Private copy of the policy, into which new weights are pulled."""
-        ...
-
-    @property
-    def squashed(self) -> Tensor | None:
-        """Return the last output of a tanh policy before exploration noise, [N, A]; None for other policies."""
-        ...
+    policy: nn.Module
+    action: Tensor
+    memory: Memory | None = None
+    squashed: Tensor | None = None
 
     def act(self, obs: Obs, gen: Generator) -> None:
         """Choose ``action`` for normalised observations [N, ...]."""
-        ...
+        raise NotImplementedError
 
     def record(self, device: torch.device) -> Any:
         """Return the data of the last ``act`` that a store on ``device`` keeps."""
-        ...
+        return self.action.to(device)
 
     def observe(self, first: Tensor) -> None:
         """Record where the next action begins an episode, [N] bool."""
-        ...
 
     def restart(self) -> None:
         """Mark every environment's next action as the first of an episode."""
-        ...
 
-    def part(self, columns: slice) -> "Actor":
+    def part(self, columns: slice) -> Self:
         """Return the actor of a range of the environments; its tensors are views of this one's."""
-        ...
+        part = copy.copy(self)
+        part.action = self.action[columns]
+        return part
 
-    def state_dict(self) -> dict[str, Tensor]: ...
-    def load_state_dict(self, state: dict[str, Tensor]) -> None: ...
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the tensors to save; they are restored in place."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        for name, tensor in self.state_dict().items():
+            tensor.copy_(state[name])
 
 
-class NoisyActor:
+class NoisyActor(Actor):
     """Feedforward policy with exploration noise on its action."""
 
-    memory: Memory | None = None
+    squashed: Tensor
 
     def __init__(self, policy: nn.Module, act: ActFunction, explore: Exploration, spec: EnvSpec):
         self.policy, self.explore, self._act = policy, explore, act
@@ -75,27 +79,19 @@ class NoisyActor:
         self.squashed.copy_(self._act(self.policy, obs, lambda like: self.explore.policy_noise(like, gen)))
         self.action.copy_(self.explore(self.squashed, gen))
 
-    def record(self, device: torch.device) -> Tensor:
-        return self.action.to(device)
-
     def observe(self, first: Tensor) -> None:
-        """Record where an episode begins, [N] bool."""
         self.explore.observe(first)
 
     def restart(self) -> None:
         self.explore.fresh.fill_(True)
 
-    def part(self, columns: slice) -> "NoisyActor":
-        part = copy.copy(self)
-        part.action, part.squashed = self.action[columns], self.squashed[columns]
-        part.explore = self.explore.part(columns)
+    def part(self, columns: slice) -> Self:
+        part = super().part(columns)
+        part.squashed, part.explore = self.squashed[columns], self.explore.part(columns)
         return part
 
     def state_dict(self) -> dict[str, Tensor]:
         return self.explore.state_dict()
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self.explore.load_state_dict(state)
 
 
 def action_buffer(spec: EnvSpec) -> Tensor:
@@ -103,16 +99,13 @@ def action_buffer(spec: EnvSpec) -> Tensor:
     return torch.zeros(spec.num_envs, *spec.action.shape, dtype=spec.action.dtype, device=spec.device)
 
 
-class EpsilonActor:
+class EpsilonActor(Actor):
     """Epsilon-greedy actor of a Q-network. Noisy layers get new noise for every step.
 
     Args:
         store_values: store with the action the values for a new row's priority: ``q`` = Q(s, a) of the chosen action
             and ``value`` = max_a Q(s, a); NaN on warm-up rows, whose actions are random.
     """
-
-    squashed: Tensor | None = None
-    memory: Memory | None = None
 
     def __init__(self, policy: nn.Module, epsilon: Epsilon, spec: EnvSpec, store_values: bool = False):
         assert isinstance(spec.action, Discrete)
@@ -139,24 +132,14 @@ class EpsilonActor:
         action = self.action.to(device)
         return Acted(action, {k: v.to(device) for k, v in self.stored.items()}) if self.stored else action
 
-    def observe(self, first: Tensor) -> None:
-        """Ignore where an episode begins, [N] bool: epsilon does not depend on it."""
-
-    def restart(self) -> None:
-        """Do nothing: no state is kept between steps."""
-
-    def part(self, columns: slice) -> "EpsilonActor":
-        part = copy.copy(self)
-        part.action, part.epsilon = self.action[columns], self.epsilon.part(columns)
+    def part(self, columns: slice) -> Self:
+        part = super().part(columns)
+        part.epsilon = self.epsilon.part(columns)
         part.stored = {k: v[columns] for k, v in self.stored.items()}
         return part
 
     def state_dict(self) -> dict[str, Tensor]:
         return {"steps": self.epsilon.steps, **self.stored}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        for name, tensor in self.state_dict().items():
-            tensor.copy_(state[name])
 
 
 class RecurrentActor(EpsilonActor):
@@ -184,7 +167,6 @@ class RecurrentActor(EpsilonActor):
         return Acted(self.action.to(device), {k: v.to(device) for k, v in stored.items()})
 
     def observe(self, first: Tensor) -> None:
-        """Reset the carry where an episode begins, [N] bool."""
         self.carry.mul_(~first.unsqueeze(1))
         self.fresh.copy_(first)
 
@@ -192,9 +174,8 @@ class RecurrentActor(EpsilonActor):
         self.carry.zero_()
         self.fresh.fill_(True)
 
-    def part(self, columns: slice) -> "RecurrentActor":
+    def part(self, columns: slice) -> Self:
         part = super().part(columns)
-        assert isinstance(part, RecurrentActor)
         part.carry, part.fresh, part.before = self.carry[columns], self.fresh[columns], self.before[columns]
         part.memory = Memory(part.carry, part.fresh)
         return part
@@ -203,8 +184,10 @@ class RecurrentActor(EpsilonActor):
         return {**super().state_dict(), "carry": self.carry, "fresh": self.fresh, "before": self.before}
 
 
-class StochasticActor:
+class StochasticActor(Actor):
     """Actor of a stochastic policy: it also stores raw actions, distribution parameters and the weight version."""
+
+    policy: StochasticPolicy
 
     def __init__(self, policy: StochasticPolicy, spec: EnvSpec):
         device = spec.device
@@ -241,7 +224,6 @@ class StochasticActor:
         return self.acted if device == self.action.device else self.acted.map(lambda t: t.to(device))
 
     def observe(self, first: Tensor) -> None:
-        """Reset the memory where an episode begins, [N] bool."""
         if self.memory is not None:
             self.memory.carry.mul_(~first.unsqueeze(1))
             self.memory.fresh.copy_(first)
@@ -251,9 +233,9 @@ class StochasticActor:
             self.memory.carry.zero_()
             self.memory.fresh.fill_(True)
 
-    def part(self, columns: slice) -> "StochasticActor":
-        part = copy.copy(self)
-        part.action, part.acted = self.action[columns], self.acted.map(lambda t: t[columns])
+    def part(self, columns: slice) -> Self:
+        part = super().part(columns)
+        part.acted = self.acted.map(lambda t: t[columns])
         part.squashed = None if self.squashed is None else part.action
         part.memory = None if self.memory is None else Memory(*(t[columns] for t in self.memory))
         return part
@@ -263,7 +245,3 @@ class StochasticActor:
         if self.acted.carry is None:
             return memory
         return {**memory, **{f"acted/{k}": t for k, t in self.acted._asdict().items()}}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        for name, tensor in self.state_dict().items():
-            tensor.copy_(state[name])

@@ -1,90 +1,81 @@
 """Env slice: environments that step together, from the observation that is acted on to the row that is written.
 
-A collector has one slice or, if its simulator steps in groups, one per group; while one slice's actions are computed,
-another's environments step. A slice owns only its graphs. All tensors it writes are views of the collector's, so a
-run's state does not depend on the number of slices.
+A collector has one slice or, if its simulator steps in groups, one per group. A slice owns only its graphs: all tensors
+it writes are views of the collector's, so a run's state does not depend on the number of slices.
 
 This file knows nothing of schedules or checkpoints.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
-from pql.collect.asynchronous import masked_update
+from pql.collect.actors import Actor
 from pql.collect.nonfinite import floats, mask_and
-from pql.contract.env import Discrete, MultiDiscrete, capturable
+from pql.collect.state import CollectorState
+from pql.contract.env import capturable
 from pql.contract.optional import Capturable, GroupedEnv
 from pql.contract.rules import check_answer
 from pql.data.normalize import ALL
 from pql.engine import watchdog
-from pql.engine.graph import Capture, Graph, make_graph
-from pql.types import Step
-
-if TYPE_CHECKING:
-    from pql.collect.collector import Collector
+from pql.engine.graph import Capture, Graph, Restorable, make_graph
+from pql.types import Step, column
 
 
 class EnvSlice:
-    """Acts, sends, receives and records for a range of a collector's environments.
+    """Acts, sends, receives and records for the environments of a collector's state.
 
     Args:
-        collector: the collector whose policy, simulator, stores, statistics and generator are used.
-        columns: the range; None: every environment, of a simulator that steps all at once.
+        state: of the whole collector, or of a range of its environments.
         capture: capture acting and recording in CUDA graphs, or in one graph with the simulator's step between them if
             it can be captured (``Capturable``).
+
+    Attributes:
+        ids: [n] int64 on the CPU; None: the simulator steps all environments at once.
+        mask: [n] bool; with late answers, the environments that the next act or record applies to.
+        last: the simulator's last step.
     """
 
-    def __init__(self, collector: "Collector", columns: slice | None, capture: Capture):
-        self.env, self.normalizer, self.stores = collector.env, collector.normalizer, collector.stores
-        self.box, self.quarantine = collector.box, collector.quarantine
-        self.gen, self.device = collector.gen, collector.device
-        self.actor, self.episodes, self.obs = collector.actor, collector.episodes, collector.obs
-        self.title = f"the simulator {self.env.spec.name}"
-        self.saturation = collector.saturation
-        self.columns, self.ids = ALL, None
-        self.places: list[Tensor | None] = [None for _ in self.stores]
-        if columns is not None:
-            self.actor, self.episodes = collector.actor.part(columns), collector.episodes.part(columns)
-            self.obs = {k: v[columns] for k, v in collector.obs.items()}
-            self.quarantine = collector.quarantine.part(columns)
-            self.saturation = collector.saturation and collector.saturation.part(columns)
-            self.columns, self.ids = columns, torch.arange(collector.env.spec.num_envs)[columns]
-            self.places = [self.ids.to(store.device) for store in self.stores]
-        # With late answers: the environments that the next act or record applies to.
-        self.mask = (
-            torch.zeros(len(self.obs["policy"]), dtype=torch.bool, device=self.device) if collector.late else None
-        )
-        self.made = floats((self.actor.action, self.actor.record(self.actor.action.device), self.actor.memory))
-        self.bridged = self.env.spec.stream == "default" and self.device.type == "cuda"
-        self.now: Step | None = None
+    def __init__(self, state: CollectorState, capture: Capture):
+        self.state = state
+        env, actor, device, stores = state.env, state.actor, state.device, state.stores
+        n, here = actor.action.shape[0], actor.action.device
+        self.ids = None if state.columns is None else torch.arange(env.spec.num_envs)[state.columns]
+        self.columns = [None if self.ids is None else self.ids.to(store.device) for store in stores]
+        self.mask = torch.zeros(n, dtype=torch.bool, device=device) if state.late else None
+        self.made = floats((actor.action, actor.record(here), actor.memory))
+        self.last: Step | None = None
         self.checked = False  # that steps are as the specification says
         # A copy to another device joins that device's current stream, which is not allowed during capture.
-        here = all(store.device == self.actor.action.device for store in self.stores)
-        alone = here and self.ids is None and not self.bridged and Graph.possible(self.device)
-        whole_step = capture != "off" and alone and capturable(self.env)
-        drawn = [self.gen, *(cast(Capturable, self.env).generators if whole_step else ())]
+        near = all(store.device == here for store in stores)
+        alone = near and self.ids is None and not state.default_stream and Graph.possible(device)
+        whole_step = capture != "off" and alone and capturable(env)
+        drawn = [state.gen, *(cast(Capturable, env).generators if whole_step else ())]
         part: Capture = "off" if whole_step else capture
-        self._act = make_graph(self._act_body, self.device, [self.gen], _ActState(self), part, "acting")
-        self._record = Graph(self._record_body, self.device, [], _RecordState(self), part if here else "off")
-        self._step = Graph(self._step_body, self.device, drawn, _StepState(self), capture if whole_step else "off")
+        acting = _Changed({"actor": actor}, {}, state.gen)
+        statistics = {k: getattr(state, k) for k in ("actor", "normalizer", "episodes", "quarantine")}
+        # Rows past a position are unused, so positions suffice.
+        positions = {f"{i}.{j}": t for i, s in enumerate(stores) for j, t in enumerate(s.positions())}
+        recording = _Changed(statistics, positions)
+        stepping = _Changed({"act": acting, "record": recording, "env": cast(Any, env)}, state.obs)
+        self._act = make_graph(self._act_body, device, [state.gen], acting, part, "acting")
+        self._record = Graph(self._record_body, device, [], recording, part if near else "off")
+        self._step = Graph(self._step_body, device, drawn, stepping, capture if whole_step else "off")
         self._answer: Step | None = None  # the captured step's output, at the graph's addresses
 
     def prepare(self) -> None:
         """Capture graphs if enabled. Call it before the first reset, while the stores are empty."""
         self._step.prepare()
-        self._answer = self.now
+        self._answer = self.last
         self._act.prepare()
         if self._record.capture:
-            zero = torch.zeros(self.actor.action.shape[0], device=self.device)
-            obs = {k: v.clone() for k, v in self.obs.items()}
-            final = {k: v.clone() for k, v in self.obs.items()}
-            log = {k: zero.clone() for k in self.env.spec.log}
-            flags = [zero.bool() for _ in range(5)]
-            self.now = Step(obs, zero, flags[0], flags[1], flags[2], final, flags[3], flags[4], log)
+            zero = torch.zeros(self.state.actor.action.shape[0], device=self.state.device)
+            obs, flag = self.state.obs, zero.bool()
+            step = Step(obs, zero, flag, flag, flag, obs, flag, flag, dict.fromkeys(self.state.env.spec.log, zero))
+            self.last = step.map(torch.clone)
             self._record.prepare()
 
     # -- one step ---------------------------------------------------------------------------------------------------
@@ -98,180 +89,129 @@ class EnvSlice:
         """Choose actions with the policy, step the simulator, and record the row, in one graph."""
         self._step()
         watchdog.stepped()
-        self.now = self._answer
-        self.box.sent(self.actor.action)
+        self.last = self._answer
+        self.state.recorder.sent(self.state.actor.action)
 
-    def act(self) -> None:
-        """Choose actions with the policy."""
-        self._act()
-
-    def act_randomly(self) -> None:
-        """Choose actions uniform in [-1, 1], or among all discrete ones."""
-        action, kind = self.actor.action, self.env.spec.action
-        with masked_update(self.actor, self.mask):
-            if isinstance(kind, Discrete):
-                action.random_(kind.n, generator=self.gen)
-            elif isinstance(kind, MultiDiscrete):
-                action.copy_(kind.random(len(action), self.gen))
-            else:
-                action.copy_(torch.rand(action.shape, generator=self.gen, device=self.device).mul_(2).sub_(1))
+    def act(self, randomly: bool = False) -> None:
+        """Choose actions with the policy, or uniformly among all actions."""
+        if not randomly:
+            self._act()
+            return
+        actor, gen = self.state.actor, self.state.gen
+        with masked_update(actor, self.mask):
+            actor.action.copy_(self.state.env.spec.action.random(len(actor.action), gen))
 
     def send(self) -> None:
         """Start the simulator's step, if it can be awaited later."""
         if self.ids is not None:
-            self.box.sent(self.actor.action)
-            with self.simulator():
-                cast(GroupedEnv, self.env).send(self.actor.action, self.ids)
+            self.state.recorder.sent(self.state.actor.action)
+            with self.state.simulator():
+                cast(GroupedEnv, self.state.env).send(self.state.actor.action, self.ids)
 
     def receive(self) -> None:
         """Wait for the step, and record its row."""
+        env, action = self.state.env, self.state.actor.action
         if self.ids is None:
-            self.box.sent(self.actor.action)
-        with self.simulator():
-            env = self.env
-            step = env.step(self.actor.action) if self.ids is None else cast(GroupedEnv, env).recv()[1]
+            self.state.recorder.sent(action)
+        with self.state.simulator():
+            step = env.step(action) if self.ids is None else cast(GroupedEnv, env).recv()[1]
         watchdog.stepped()
         self.record(step)
 
     def record(self, step: Step) -> None:
         """Write the row of a step to the stores, and update the statistics."""
         self._check(step)
-        if self.bridged:
+        if self.state.default_stream:
             for tensor in named_step(step).values():
-                tensor.record_stream(torch.cuda.current_stream(self.device))
+                tensor.record_stream(torch.cuda.current_stream(self.state.device))
         if self._record.graph is None:
-            self.now = step
-        else:
-            self._load(step)
+            self.last = step
+        else:  # the captured recording reads at its own addresses
+            source = named_step(step)
+            for name, target in named_step(self.last).items():
+                target.copy_(source[name], non_blocking=True)
         self._record()
 
     def returned(self) -> dict[str, Tensor]:
         """Return the simulator's last step, by name; empty before the first."""
-        return {} if self.now is None else {k: v.clone() for k, v in named_step(self.now).items()}
-
-    def keep(self, obs: dict[str, Tensor]) -> None:
-        """Set ``obs`` as the observation to act on next."""
-        for k, v in self.obs.items():
-            v.copy_(obs[k])
+        return {} if self.last is None else {k: v.clone() for k, v in named_step(self.last).items()}
 
     def _act_body(self) -> None:
-        with masked_update(self.actor, self.mask):
-            self.actor.act(self.normalizer(self.obs), self.gen)
-            self.quarantine.act(self.made, self.mask)
-        if self.saturation is not None and self.actor.squashed is not None:
-            self.saturation(self.actor.squashed, self.mask)
+        state = self.state
+        with masked_update(state.actor, self.mask):
+            state.actor.act(state.normalizer(state.obs), state.gen)
+            state.quarantine.act(self.made, self.mask)
+        if state.saturation is not None and state.actor.squashed is not None:
+            state.saturation(state.actor.squashed, self.mask)
 
     def _record_body(self) -> None:
-        assert self.now is not None
-        step, shown = self.quarantine(self.now, self.obs, self.mask)
-        for store, places in zip(self.stores, self.places, strict=True):
-            late = () if self.mask is None else (self.mask.to(store.device, non_blocking=True),)
-            store.insert(self.actor.record(store.device), step_to(step, store.device), places, *late)
+        assert self.last is not None
+        state = self.state
+        step, shown = state.quarantine(self.last, state.obs, self.mask)
+        for store, columns in zip(state.stores, self.columns, strict=True):
+            arrived = () if self.mask is None else (self.mask.to(store.device, non_blocking=True),)
+            store.insert(state.actor.record(store.device), step_to(step, store.device), columns, *arrived)
         over = step.terminated | step.truncated
         # With next-step autoreset this is the final observation; where the simulator lost it, it is not a real frame.
-        lost = over & ~step.final_ok & ~step.first if self.env.spec.final_obs == "never" else None
+        lost = over & ~step.final_ok & ~step.first if state.env.spec.final_obs == "never" else None
         fresh = mask_and(self.mask, None if lost is None else ~lost, shown)
-        self.normalizer.observe(step.obs, fresh)
-        self.normalizer.observe_reward(step.reward, over | step.first, step.valid, self.columns)
-        self.episodes.update(step)
-        with masked_update(self.actor, self.mask):
-            self.actor.observe(step.first)
-        self.keep(step.obs)
+        state.normalizer.observe(step.obs, fresh)
+        state.normalizer.observe_reward(step.reward, over | step.first, step.valid, state.columns or ALL)
+        state.episodes.update(step)
+        with masked_update(state.actor, self.mask):
+            state.actor.observe(step.first)
+        state.keep(step.obs)
 
     def _step_body(self) -> None:
         self._act_body()
-        step = self.env.step(self.actor.action)
+        step = self.state.env.step(self.state.actor.action)
         self._check(step)
-        self.now = step
+        self.last = step
         self._record_body()
 
     def _check(self, step: Step) -> None:
         """Check the first step [n, ...] against the specification."""
         if not self.checked:
-            check_answer("step", step, self.env.spec, len(self.obs["policy"]))
+            check_answer("step", step, self.state.env.spec, len(self.state.actor.action))
             self.checked = True
 
-    def _load(self, step: Step) -> None:
-        """Copy a simulator's step to the addresses that the captured recording reads, by name."""
-        source = named_step(step)
-        for name, target in named_step(self.now).items():
-            target.copy_(source[name], non_blocking=True)
 
-    @contextmanager
-    def simulator(self) -> Iterator[None]:
-        """Run the simulator's work inside on the stream it uses, ordered with the collector's before and after."""
-        watchdog.touch(self.title)
-        if not self.bridged:
-            yield
-            watchdog.touch()
-            return
-        # The simulator works on the legacy default stream, which PyTorch's side streams are not ordered with.
-        current, default = torch.cuda.current_stream(self.device), torch.cuda.default_stream(self.device)
-        default.wait_stream(current)
-        with torch.cuda.stream(default):
-            yield
-        current.wait_stream(default)
-        watchdog.touch()
+class _Changed:
+    """What the body of a graph changes, and a warm-up restores: objects, tensors by name, a generator."""
 
-
-class _ActState:
-    """State that is restored after a warm-up of acting."""
-
-    def __init__(self, lane: EnvSlice):
-        self.lane = lane
+    def __init__(self, objects: dict[str, Restorable], tensors: dict[str, Tensor], gen: Generator | None = None):
+        self.objects, self.tensors, self.gen = objects, tensors, gen
 
     def state_dict(self) -> dict[str, Any]:
-        return {"gen": self.lane.gen.get_state(), "actor": self.lane.actor.state_dict()}
+        gen = {} if self.gen is None else {"gen": self.gen.get_state()}
+        return {**{k: v.state_dict() for k, v in self.objects.items()}, "tensors": self.tensors, **gen}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.lane.gen.set_state(state["gen"].cpu())
-        self.lane.actor.load_state_dict(state["actor"])
+        if self.gen is not None:
+            self.gen.set_state(state["gen"].cpu())
+        for name, one in self.objects.items():
+            one.load_state_dict(state[name])
+        for name, tensor in self.tensors.items():
+            tensor.copy_(state["tensors"][name])
 
 
-class _RecordState:
-    """State that is restored after a warm-up of recording. Rows past a head are unused, so heads suffice."""
+@contextmanager
+def masked_update(actor: Actor, mask: Tensor | None) -> Iterator[None]:
+    """Restrict changes of ``actor``'s state inside the context to the environments of ``mask`` ([n] bool; None: all).
 
-    def __init__(self, lane: EnvSlice):
-        self.lane = lane
-
-    def _cursors(self) -> dict[str, Tensor]:
-        return {f"{i}.{j}": t for i, s in enumerate(self.lane.stores) for j, t in enumerate(s.positions())}
-
-    def state_dict(self) -> dict[str, Any]:
-        parts: dict[str, Any] = {
-            "actor": self.lane.actor,
-            "normalizer": self.lane.normalizer,
-            "episodes": self.lane.episodes,
-            "quarantine": self.lane.quarantine,
-        }
-        return {**{k: v.state_dict() for k, v in parts.items()}, "cursors": self._cursors()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.lane.actor.load_state_dict(state["actor"])
-        self.lane.normalizer.load_state_dict(state["normalizer"])
-        self.lane.episodes.load_state_dict(state["episodes"])
-        self.lane.quarantine.load_state_dict(state["quarantine"])
-        for k, t in self._cursors().items():
-            t.copy_(state["cursors"][k])
-
-
-class _StepState:
-    """State that is restored after a warm-up of a whole step: acting, recording and the simulator."""
-
-    def __init__(self, lane: EnvSlice):
-        self.lane, self.act, self.record = lane, _ActState(lane), _RecordState(lane)
-
-    def state_dict(self) -> dict[str, Any]:
-        env: Any = self.lane.env
-        obs = {k: v.clone() for k, v in self.lane.obs.items()}
-        return {"act": self.act.state_dict(), "record": self.record.state_dict(), "env": env.state_dict(), "obs": obs}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        env: Any = self.lane.env
-        self.act.load_state_dict(state["act"])
-        self.record.load_state_dict(state["record"])
-        env.load_state_dict(state["env"])
-        self.lane.keep(state["obs"])
+    Scalars count steps; they grow by the share of the masked environments.
+    """
+    if mask is None:
+        yield
+        return
+    tensors = [actor.action, *actor.state_dict().values()]
+    before = [t.clone() for t in tensors]
+    yield
+    for tensor, old in zip(tensors, before, strict=True):
+        if tensor.dim() == 0:
+            tensor.copy_(old + (tensor - old) * mask.sum() // mask.numel())
+        else:
+            tensor.copy_(torch.where(column(mask, tensor), tensor, old))
 
 
 def named_step(step: Step | None) -> dict[str, Tensor]:
@@ -284,13 +224,7 @@ def named_step(step: Step | None) -> dict[str, Tensor]:
 
 
 def step_to(step: Step, device: torch.device) -> Step:
-    """Copy the step to ``device``; if it is there, return it."""
+    """Copy the step to ``device``, without its log; if it is there, return it."""
     if step.reward.device == device:
         return step
-    move = {k: v.to(device, non_blocking=True) for k, v in step.obs.items()}
-    final = {k: v.to(device, non_blocking=True) for k, v in step.final_obs.items()}
-    rest = {
-        f: getattr(step, f).to(device, non_blocking=True)
-        for f in ("reward", "terminated", "truncated", "first", "final_ok", "valid")
-    }
-    return Step(obs=move, final_obs=final, log={}, **rest)
+    return step._replace(log={}).map(lambda t: t.to(device, non_blocking=True))

@@ -126,16 +126,16 @@ def transitions_of(data: Columns, specs: Mapping[str, ObsSpec]) -> Transitions:
 
 def last(given: Transitions, count: int) -> Transitions:
     """Return the last ``count`` transitions."""
-    return picked(given, slice(-count, None))
+    return _picked(given, slice(-count, None))
 
 
 def share(given: Transitions, part: int, parts: int) -> Transitions:
     """Return part ``part`` of ``parts`` consecutive parts."""
     total = given.cut.shape[0]
-    return picked(given, slice(part * total // parts, (part + 1) * total // parts))
+    return _picked(given, slice(part * total // parts, (part + 1) * total // parts))
 
 
-def picked(given: Transitions, which: slice) -> Transitions:
+def _picked(given: Transitions, which: slice) -> Transitions:
     """Select transitions; all frames are kept."""
     obs, after, columns = ({k: v[which] for k, v in group.items()} for group in given[1:4])
     return Transitions(given.frames, obs, after, columns, *(v[which] for v in given[4:]))

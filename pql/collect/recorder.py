@@ -52,39 +52,39 @@ class FlightRecorder:
         size = spec.num_envs * math.prod(spec.action.shape) * spec.action.dtype.itemsize
         self.steps = max(1, min(STEPS, ROOM // size))
         self.ticks = 1 if spec.device.type == "cpu" else LAG + 1  # the tick that ended the run must still be recorded
-        self.reels: deque[Recording] = deque(maxlen=2)
+        self.recordings: deque[Recording] = deque(maxlen=2)
 
     def open(self, obs: Obs) -> None:
         """Begin a tick at ``obs`` [N, ...]; no step may be in flight."""
-        if self.reels:
-            last = self.reels[-1]
+        if self.recordings:
+            last = self.recordings[-1]
             if len(last.actions) < self.steps * self.groups or last.ticks < self.ticks:
                 last.ticks += 1
                 return
         state = self.env.state_dict() if supports(self.env, Resumable) else {}
-        self.reels.append(Recording(state, {k: v.clone() for k, v in obs.items()}))
+        self.recordings.append(Recording(state, {k: v.clone() for k, v in obs.items()}))
 
     def sent(self, action: Tensor) -> None:
         """Record an ``action`` [n, ...] sent to the simulator."""
-        if self.reels:
-            self.reels[-1].actions.append(action.clone())
+        if self.recordings:
+            self.recordings[-1].actions.append(action.clone())
 
     def restarted(self, mask: Tensor) -> None:
         """Record a restart of the environments of ``mask`` [N] bool."""
-        self.reels[-1].restarts.append((len(self.reels[-1].actions), mask.clone()))
+        self.recordings[-1].restarts.append((len(self.recordings[-1].actions), mask.clone()))
 
     def forget(self) -> None:
         """Clear the recording, because the simulator was put into another state."""
-        self.reels.clear()
+        self.recordings.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the recording from its oldest state: ``actions`` [T, N, ...], ``restarts`` (``step``, ``mask``)."""
-        if not self.reels:
+        if not self.recordings:
             return {}
-        first, actions, restarts = self.reels[0], list[Tensor](), list[tuple[int, Tensor]]()
-        for reel in self.reels:
-            restarts += [(len(actions) + step, mask) for step, mask in reel.restarts]
-            actions += reel.actions
+        first, actions, restarts = self.recordings[0], list[Tensor](), list[tuple[int, Tensor]]()
+        for part in self.recordings:
+            restarts += [(len(actions) + step, mask) for step, mask in part.restarts]
+            actions += part.actions
         length = len(actions) // self.groups
         out: dict[str, Any] = {"state": first.state, "obs": first.obs}
         if length:

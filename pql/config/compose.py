@@ -4,7 +4,7 @@ Hydra's grammar is used here and in ``space.py`` alone, and imported only when c
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any, cast
@@ -13,20 +13,17 @@ from pql.config import AlgoConfig, Config, from_dict, leaves, to_dict
 from pql.config.algorithms import RECORDS
 from pql.config.families import record_of, registered
 from pql.config.fields import condition_text, instead_of, is_read, settings, types_of
-from pql.config.files import walk
-from pql.config.large_batch import large_batch
+from pql.config.files import flat, walk
 from pql.config.layers import GROUPS, Layer, Presets
 from pql.config.schema import nested
 from pql.config.validate import resolve_device, validate
 from pql.errors import ConfigError, nearest, show
 
-BATCH = "batch"  # batch=512: sizes and rates from the rules of pql.config.large_batch
 ATARI = "atari"  # the task with protocols, which are presets in a group of this name
 DEFAULT = {"task": "halfcheetah", "placement": "auto", "logger": "none"}
 DEFAULT_ALGO = {"cpu": "pql2", "gpu": "pql"}
 """By scale: the recipe that was measured on CPUs, and the paper's algorithm."""
 PRESETS = "presets"  # presets=DIR: a folder of the user's presets
-SPECIAL = (BATCH, PRESETS)
 COMMAND_LINE = "command line"  # source of the last layer
 FREE = ("task.kwargs.", "task.remote.")  # names below these belong to the simulator
 SEVERAL = " (pql train -m takes several)"
@@ -85,6 +82,7 @@ def parse_word(word: str, text_keys: Sequence[str] = ()) -> tuple[str, Any]:
 
 
 SYNONYMS = {
+    "batch": "algo.batch_size; or algo=dqn_512, c51_512, eps_rainbow_512 or rainbow_512",
     "buffer_size": "replay.capacity",
     "total_steps": "budget.env_steps",
     "total_timesteps": "budget.env_steps",
@@ -95,7 +93,7 @@ SYNONYMS = {
     "critic_lr": "algo.critic.lr",
     "max_episode_steps": "task.kwargs.max_episode_steps",
 }
-"""Names of other libraries' settings (docs/migrate)."""
+"""Names of other libraries' settings (docs/migrate), and of former ones."""
 
 
 def parse_words(words: Sequence[str], known: Iterable[str]) -> tuple[dict[str, str], dict[str, Any]]:
@@ -115,11 +113,11 @@ def parse_words(words: Sequence[str], known: Iterable[str]) -> tuple[dict[str, s
         key, value = parse_word(word, text_keys)
         if key in GROUPS:
             presets[key] = str(value)
-        elif key in (*SPECIAL, *known) or (key.startswith(("algo.", *FREE)) and all(key.split("."))):
+        elif key in (PRESETS, *known) or (key.startswith(("algo.", *FREE)) and all(key.split("."))):
             values[key] = value
         else:
             near = SYNONYMS.get(key.rpartition(".")[2])
-            hint = f" (did you mean {near}?)" if near else nearest(key, [*known, *GROUPS, *SPECIAL])
+            hint = f" (did you mean {near}?)" if near else nearest(key, [*known, *GROUPS, PRESETS])
             raise ConfigError(key, value, f"a known setting{hint}")
     return presets, values
 
@@ -133,20 +131,12 @@ def words_of(settings: Iterable[str | Mapping[str, Any]]) -> list[str]:
     words: list[str] = []
     for one in settings:
         if isinstance(one, Mapping):
-            words += [f"{key}={in_words(key, value)}" for key, value in _flat(one)]
+            words += [f"{key}={in_words(key, value)}" for key, value in flat(one)]
         elif isinstance(one, str):
             words.append(one)
         else:
             raise ConfigError("override", one, "the form 'key=value', or a dict of settings")
     return words
-
-
-def _flat(settings: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def in_words(key: str, value: Any) -> str:
@@ -223,8 +213,6 @@ def trace(overrides: Sequence[str], resolve: Callable[[str], str] | None = None)
     device = (resolve or resolve_device)(str(values.get("device", "auto")))
     scale = chosen.setdefault("scale", "cpu" if device == "cpu" else "gpu")
     chosen.setdefault("algo", DEFAULT_ALGO.get(scale, "pql"))
-    if (batch := values.pop(BATCH, None)) is not None:
-        values = {**large_batch(chosen["algo"], batch), **values}
     given = dict(values)
     if "algo.family" in values:
         raise ConfigError("algo.family", values["algo.family"], "a preset instead: algo=NAME chooses the family, too")

@@ -5,7 +5,7 @@ Every function that reads returns a value or raises a short ``ValueError``, in b
 
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -132,3 +132,12 @@ def check_header(path: Path) -> None:
     (size,) = struct.unpack("<Q", start)
     if size > HEADER_BYTES:
         raise ValueError(f"{path.name} has a header of {size:,} bytes, more than {HEADER_BYTES:,}")
+
+
+def flat(settings: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted name, value) of every leaf; an empty mapping is a leaf."""
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

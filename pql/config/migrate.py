@@ -33,8 +33,9 @@ def migrated(data: Any) -> Any:
     if isinstance(data, Mapping) and "cuda_graphs" in data:  # its name up to version 0.2.0
         data = {("graphs" if k == "cuda_graphs" else k): v for k, v in data.items()}
     algo = data.get("algo") if isinstance(data, Mapping) else None
-    if isinstance(algo, Mapping) and "normalize_integers" not in algo and algo.keys() >= COMMON:
-        algo = {**algo, "normalize_integers": False}  # stored before the setting existed
+    if isinstance(algo, Mapping) and algo.keys() >= COMMON:
+        stored = {k: v for k, v in algo.items() if k != "policy_lag"}  # of experiments up to version 0.2.0
+        algo = {"normalize_integers": False, **stored}  # stored before the setting existed
         data = {**data, "algo": algo}
     if not isinstance(algo, Mapping) or not all(isinstance(algo.get(k), Mapping) for k in ("ppo", "dqn", "sac")):
         return data

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from pql.contract.env import Action, Box, Discrete, EnvSpec, MultiDiscrete, VecEnv, adapted, capturable, undeclared
+from pql.contract.env import Action, Box, EnvSpec, VecEnv, adapted, capturable, undeclared
 from pql.contract.grouped import join_steps
 from pql.contract.optional import Capturable, GroupedEnv, Resumable, supports
 from pql.contract.rules import (
@@ -88,13 +88,8 @@ class Checker:
         """Yield ``count`` random actions [N, ...], the same every time; ``scale`` multiplies continuous ones."""
         spec, gen = self.env.spec, torch.Generator().manual_seed(self.seed)
         for _ in range(count):
-            if isinstance(spec.action, Discrete):
-                yield torch.randint(spec.action.n, (spec.num_envs,), generator=gen).to(spec.device)
-            elif isinstance(spec.action, MultiDiscrete):
-                yield spec.action.random(spec.num_envs, gen).to(spec.device)
-            else:
-                unit = torch.rand(spec.num_envs, spec.action.size, generator=gen) * 2 - 1
-                yield (unit * scale).to(spec.device)
+            action = spec.action.random(spec.num_envs, gen)
+            yield (action * scale if isinstance(spec.action, Box) else action).to(spec.device)
 
     def rollout(self, actions: Iterator[Tensor]) -> list[dict[str, bytes]]:
         """Step through ``actions``, [N, A] or [N] each; return one digest per step."""

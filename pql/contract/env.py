@@ -75,6 +75,10 @@ class Box:
         """``(low, high)``; -1 and 1 in every dimension if none were given."""
         return self.low or (-1.0,) * self.size, self.high or (1.0,) * self.size
 
+    def random(self, rows: int, gen: torch.Generator) -> Tensor:
+        """Return ``rows`` uniform actions, [rows, A] float32 in [-1, 1), on the device of ``gen``."""
+        return torch.rand(rows, self.size, generator=gen, device=gen.device).mul_(2).sub_(1)
+
     @classmethod
     def within(cls, size: int, limit: float) -> "Box":
         """Return ``size`` action dimensions whose simulator bounds are [-``limit``, ``limit``]."""
@@ -103,6 +107,10 @@ class Discrete:
     def dtype(self) -> torch.dtype:
         """Type of its numbers."""
         return torch.int64
+
+    def random(self, rows: int, gen: torch.Generator) -> Tensor:
+        """Return ``rows`` uniform actions, [rows] int64, on the device of ``gen``."""
+        return torch.randint(self.n, (rows,), generator=gen, device=gen.device)
 
 
 @dataclass(frozen=True)

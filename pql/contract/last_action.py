@@ -1,4 +1,4 @@
-"""``Feedback``: wrapper that adds the last action and the last reward to the observations.
+"""``LastAction``: wrapper that adds the last action and the last reward to the observations.
 
 Recurrent policies read both (Kapturowski et al. 2019, R2D2). As an observation group they are part of the replay, of
 final observations, of evaluations and of the inputs of an exported policy. With remote simulators the wrapper stays in
@@ -22,7 +22,7 @@ GROUP = "last"
 several actions at once, each is one-hot, and n is the sum of their numbers."""
 
 
-class Feedback:
+class LastAction:
     """``env`` with the additional observation group ``last``, [N, n + 1] for n discrete actions.
 
     All other members, optional ones included, are those of ``env``. A lost life begins no episode, and does not zero
@@ -37,7 +37,7 @@ class Feedback:
     """
 
     def __init__(self, env: VecEnv, reward_clip: float | None = None):
-        self.env, self.clip, self.spec = env, reward_clip, feedback_spec(env.spec)
+        self.env, self.clip, self.spec = env, reward_clip, last_action_spec(env.spec)
         n, device = self.spec.num_envs, self.spec.device
         self._size = self.spec.obs[GROUP].shape[0]
         action = cast(Discrete | MultiDiscrete, env.spec.action)
@@ -132,7 +132,7 @@ class Feedback:
     def _beside(self) -> VecEnv | None:
         """Return the environments for evaluation, wrapped alike."""
         env = cast(WithEvaluation, self.env).beside()
-        return None if env is None else Feedback(env, self.clip)
+        return None if env is None else LastAction(env, self.clip)
 
     def _state_dict(self) -> dict[str, Any]:
         return {"env": cast(Resumable, self.env).state_dict(), "last": self._last.clone()}
@@ -142,7 +142,7 @@ class Feedback:
         self._last.copy_(state["last"])
 
 
-def feedback_spec(spec: EnvSpec) -> EnvSpec:
+def last_action_spec(spec: EnvSpec) -> EnvSpec:
     """Return ``spec`` with the observation group ``last``.
 
     Raises:

@@ -89,7 +89,7 @@ def tensors(step: Step) -> Iterator[tuple[str, Tensor]]:
 
 def clone(step: Step) -> Step:
     """Copy every tensor of a step."""
-    return Step._make({k: t.clone() for k, t in v.items()} if isinstance(v, dict) else v.clone() for v in step)
+    return step.map(torch.clone)
 
 
 # --- rules on one step: "" if it holds, else the message ----------------------------------------------------------
@@ -102,10 +102,8 @@ def _judge(spec: EnvSpec) -> shapes.Judge:
     def of(name: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype) -> str:
         if not isinstance(value, Tensor):
             return f"{name} is a {type(value).__name__}, not a tensor"
-        if tuple(value.shape) != shape:
-            return f"{name} has shape {list(value.shape)}, expected {list(shape)}"
-        if value.dtype != dtype:
-            return f"{name} is {value.dtype}, expected {dtype}"
+        if fault := shapes.array_fault(name, value, shape, value.dtype == dtype, (value.dtype, dtype)):
+            return fault
         if value.device.type != device.type or (device.index is not None and value.device.index != device.index):
             return f"{name} is on {value.device}, expected {device}"
         if value.requires_grad or value.is_inference():

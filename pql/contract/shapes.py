@@ -1,7 +1,7 @@
 """Types, groups and shapes of what ``reset`` and ``step`` returned, against the specification.
 
-``of(name, value, shape, dtype)`` judges one array and returns a message, "" if all is well. This file runs on
-Python 3.8 with only the standard library, for simulators and actors without torch.
+``of(name, value, shape, dtype)`` judges one array, with :func:`array_fault`, and returns a message, "" if all is well.
+This file runs on Python 3.8 with only the standard library, for simulators and actors without torch.
 """
 
 from __future__ import annotations
@@ -10,6 +10,13 @@ from typing import Any, Callable, Mapping
 
 FLAGS = ("terminated", "truncated", "first", "final_ok", "valid")
 Judge = Callable[[str, Any, "tuple[int, ...]", Any], str]
+
+
+def array_fault(name: str, value: Any, shape: tuple[int, ...], fits: bool, dtypes: tuple[Any, Any]) -> str:
+    """Check an array's shape, and that its type ``fits``; ``dtypes``: its own and the wanted one, for the message."""
+    if tuple(value.shape) != shape:
+        return f"{name} has shape {list(value.shape)}, expected {list(shape)}"
+    return "" if fits else f"{name} is {dtypes[0]}, expected {dtypes[1]}"
 
 
 def groups_fault(name: str, obs: Any, spec: Any, of: Judge) -> str:

@@ -102,7 +102,7 @@ class Stacker:
         self._back = torch.arange(depth - 1, -1, -1, device=same_episode.device)
 
     def cells(self, flags: Tensor, row: Tensor, column: Tensor) -> Tensor:
-        """Return the cells of the S newest frames at logical ``row`` of ``column`` (both [B]), oldest first: [B, S].
+        """Return the cells of the S newest frames at ``row`` of ``column`` (both [B]), oldest first: [B, S].
 
         Args:
             flags: packed flags of all cells; read only for the S - 1 rows before ``row``, which must not be written to

@@ -101,8 +101,8 @@ def valued_when_acted(replay: Replay, window: Window) -> tuple[Tensor, Tensor]:
     """Return Q(s, a) and max_a Q(s', a) of windows, [B] each, as the actor stored them; NaN if unknown, and 0 for a
     successor whose value is not used."""
     q, value = (replay.extra[k] for k in ("q", "value"))
-    ahead = value.index_select(0, window.successor)
-    return q.index_select(0, window.cell), torch.where(window.discount > 0, ahead, 0.0)
+    next_value = value.index_select(0, window.successor)
+    return q.index_select(0, window.cell), torch.where(window.discount > 0, next_value, 0.0)
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,6 @@ class Prioritized(Ranked):
         super().__init__(replay.rows * replay.num_envs, device, rule)
         self.replay, self.n, self.gamma, self.from_actor = replay, n, gamma, from_actor
         self.entered = torch.zeros(replay.num_envs, dtype=torch.int64, device=device)  # [N] rows processed for entry
-        self.reach = replay.rows - replay.guard  # rows below the head that may be drawn
         self._steps = torch.arange(replay.horizon, device=device).unsqueeze(1)  # [horizon, 1]
 
     # -- membership of the tree ----------------------------------------------------------------------------------------
@@ -228,7 +227,7 @@ class Prioritized(Ranked):
         replay = self.replay
         for mine, live in zip(cursor.tensors(), replay.live.tensors(), strict=True):
             mine.copy_(live)
-        self.entered.copy_((cursor.head - self.reach).clamp(min=0))
+        self.entered.copy_((cursor.head - replay.reach).clamp(min=0))
         done = (cursor.head - self.n).clamp(min=0)
         chunk = max(1, CHUNK // replay.num_envs)
         for start in range(0, int((done - self.entered).max()), chunk):
@@ -242,15 +241,12 @@ class Prioritized(Ranked):
         Args:
             reward_scale: scalar by which learners multiply rewards.
         """
-        leaving = self._cell(cursor.head - self.reach - 1 - self._steps).flatten()
+        replay = self.replay
+        leaving = replay.cell(cursor.head - replay.reach - 1 - self._steps, replay.columns).flatten()
         cell, leaf = self._entries(cursor, self._steps, reward_scale)
         self.tree.set(torch.cat((leaving, cell)), torch.cat((torch.zeros_like(leaf), leaf)))
-        self.entered.add_((cursor.head - self.n - self.entered).clamp(0, self.replay.horizon))
+        self.entered.add_((cursor.head - self.n - self.entered).clamp(0, replay.horizon))
         self.count_tick()
-
-    def _cell(self, row: Tensor) -> Tensor:
-        """Convert logical rows [K, N] to cells."""
-        return row % self.replay.rows * self.replay.num_envs + self.replay.columns
 
     def _entries(self, cursor: Cursor, steps: Tensor, reward_scale: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return cells and leaves, [K N] each, of the rows ``steps`` [K, 1] after those that have entered.
@@ -262,22 +258,20 @@ class Prioritized(Ranked):
             reward_scale: None: all priorities are unknown, whatever the actor stored.
         """
         replay, head = self.replay, cursor.head
-        row = self.entered + steps
-        complete = (row < head - self.n).flatten()
-        column, heads = (v.expand_as(row).flatten() for v in (replay.columns, head))
-        row = torch.where(complete, row.flatten(), heads)
+        row = self.entered + steps  # [K, N]
+        complete = (row < head - self.n).flatten()  # [K N]
+        column, heads = (v.expand_as(row).flatten() for v in (replay.columns, head))  # [K N]
+        row = torch.where(complete, row.flatten(), heads)  # [K N]
+
         window = replay.targets(cursor, torch.minimum(row, heads - 1), column, heads, self.n, self.gamma)
         cursor.lost += (window.lost & complete).sum()
-        leaf = self.largest.expand_as(row)
-        if self.from_actor and reward_scale is not None:
-            error = self._error_when_acted(window, reward_scale)
-            leaf = torch.where(error.isnan(), leaf, self.power(error))
-        return row % replay.rows * replay.num_envs + column, torch.where(window.mask & complete, leaf, 0.0)
 
-    def _error_when_acted(self, window: Window, reward_scale: Tensor) -> Tensor:
-        """Return n-step TD errors under the values stored by the actor; NaN if one of them is unknown."""
-        q, ahead = valued_when_acted(self.replay, window)
-        return window.reward * reward_scale + window.discount * ahead - q
+        leaf = self.largest.expand_as(row)  # [K N]
+        if self.from_actor and reward_scale is not None:
+            q, next_value = valued_when_acted(replay, window)
+            error = window.reward * reward_scale + window.discount * next_value - q  # NaN if a value is unknown
+            leaf = torch.where(error.isnan(), leaf, self.power(error))
+        return replay.cell(row, column), torch.where(window.mask & complete, leaf, 0.0)
 
     # -- drawing ------------------------------------------------------------------------------------------------------
 

@@ -30,7 +30,8 @@ from pql.data.flags import ENDS, NEXT_FIRST, OLDER_FINAL_OK, Packer, tables
 from pql.data.frames import Stacker, as_stored, deepest, fitted, kept_shape, newest_frame, put
 from pql.data.normalize import clip
 from pql.data.sizes import ReplayLayout, action_store, storage_dtype
-from pql.types import Acted, Batch, Memory, Obs, ObsBatch, Rows, Step, fill
+from pql.data.store import Store
+from pql.types import Acted, Batch, Obs, ObsBatch, Rows, Step, fill
 
 
 class Cursor:
@@ -52,7 +53,7 @@ class Window(NamedTuple):
     """n-step windows [B] without observations."""
 
     cell: Tensor  # int64, first cell
-    last: Tensor  # int64, last logical row
+    last: Tensor  # int64, last row
     reward: Tensor  # float32, n-step sum
     discount: Tensor  # float32
     mask: Tensor  # bool, valid
@@ -61,8 +62,17 @@ class Window(NamedTuple):
     successor: Tensor  # int64, cell of the next observation
 
 
-class Replay:
+class Replay(Store):
     """A ring of ``rows`` x ``num_envs`` transitions on one device.
+
+    Index words, here and in all readers of a ring::
+
+        column  an environment
+        row     number of rows written before it in its column; it only grows
+        place   row % rows, where the ring holds it
+        cell    place * N + column, the index into the stored tensors
+        head    the row that is written next; its observation is there already
+        tail    head - reach, the oldest row that may be drawn
 
     Args:
         obs_only: store observations only (for a policy learner on another device).
@@ -100,18 +110,20 @@ class Replay:
         self._constants: dict[tuple[int, float], tuple[Tensor, Tensor, Tensor]] = {}
         self.specs, self.stacks = obs, {k: s.stack for k, s in obs.items()}
         depth = deepest(obs.values())
-        self.guard = layout.horizon + depth
+        self.guard = layout.horizon + depth  # rows that the collector may overwrite
         self._stacker = Stacker(depth, rows, num_envs, cells, self._rules["same episode"]) if depth > 1 else None
+
+    @property
+    def reach(self) -> int:
+        """Return the number of rows below the head that may be drawn."""
+        return self.rows - self.guard
 
     # -- writing --------------------------------------------------------------------------------------------------
 
     def begin(self, obs: Obs, columns: Tensor | None = None) -> None:
         """Write the first observation [n, ...] of ``columns`` (default: all)."""
         columns = self.columns if columns is None else columns
-        self._write_obs(self._cell(self.live.head[columns], columns), obs)
-
-    def open(self, obs: Obs, memory: Memory | None) -> None:
-        """Called at the beginning of a tick with observations [N, ...]; a ring has nothing to do then."""
+        self._write_obs(self.cell(self.live.head[columns], columns), obs)
 
     def positions(self) -> list[Tensor]:
         """Return the write positions, [N] each."""
@@ -122,7 +134,7 @@ class Replay:
 
         The observation at the head remains, in a filler row, as the last row's successor.
         """
-        self._fill_row(self._cell(self.live.head, self.columns))
+        self._fill_row(self.cell(self.live.head, self.columns))
         self.live.head += 1
         self.begin(obs)
 
@@ -139,15 +151,17 @@ class Replay:
             arrived: [n] bool; False: the env has not answered, so no row is added. None: all have.
         """
         columns = self.columns if columns is None else columns
-        head = self.live.head.index_select(0, columns)
+        head = self.live.head.index_select(0, columns)  # [n]
         after = head + 1
-        here, flags, follow = self._cell(head, columns), *self._pack(step)
+        here, flags, follow = self.cell(head, columns), *self._pack(step)  # [n] each
+
         if self.fillers:
             # Written everywhere: where no episode ended, the next row overwrites it.
-            filler = self._cell(after, columns)
+            filler = self.cell(after, columns)
             self._fill_row(filler)
             self._write_obs(filler, step.final_obs)
             after = after + (follow if arrived is None else follow * arrived)
+
         self.flags.index_copy_(0, here, flags)
         if not self.obs_only:
             action, extra = acted if isinstance(acted, Acted) else Acted(acted, {})
@@ -155,9 +169,10 @@ class Replay:
             for name, store in self.extra.items():
                 store.index_copy_(0, here, extra[name])
             self.reward.index_copy_(0, here, step.reward)
+
         # Without an answer the row remains at the head: unread, and rewritten later.
         self.live.head.index_copy_(0, columns, after if arrived is None else torch.where(arrived, after, head))
-        self._write_obs(self._cell(after, columns), step.obs)
+        self._write_obs(self.cell(after, columns), step.obs)
 
     def _fill_row(self, cell: Tensor) -> None:
         """Make filler rows of ``cell`` [n]: they end an episode, and no actor has evaluated their observations."""
@@ -167,8 +182,8 @@ class Replay:
         for store in () if self.obs_only else (self.action, self.reward):  # the same bits in every run
             store.index_fill_(0, cell, 0)
 
-    def _cell(self, row: Tensor, columns: Tensor) -> Tensor:
-        """Return the cells of logical ``row`` of ``columns`` (both [n])."""
+    def cell(self, row: Tensor, columns: Tensor) -> Tensor:
+        """Return the cells of ``row`` of ``columns`` (both [..., n])."""
         return torch.add(columns, row % self.rows, alpha=self.num_envs)
 
     def _write_obs(self, index: Tensor, obs: Obs) -> None:
@@ -179,7 +194,7 @@ class Replay:
     # -- sampling -------------------------------------------------------------------------------------------------
 
     def draw(self, cursor: Cursor, batch: int, gen: Generator) -> tuple[Tensor, Tensor, Tensor]:
-        """Draw rows uniformly per column. Returns logical row, column and the column's head, [B] int64 each."""
+        """Draw rows uniformly per column. Returns row, column and the column's head, [B] int64 each."""
         if self.ragged:
             return self._draw_evenly(cursor, batch, gen)
         column = torch.randint(self.num_envs, (batch,), generator=gen, device=self.device)
@@ -187,29 +202,28 @@ class Replay:
         shift = 62 - self.rows.bit_length()  # bits times row count must fit int64
         bits = torch.randint(1 << shift, (batch,), generator=gen, device=self.device)
         head = cursor.head.index_select(0, column)
-        length = head.clamp(1, self.rows - self.guard)
+        length = head.clamp(1, self.reach)
         age = (bits * length) >> shift  # in [0, length), without an integer division
         return head - 1 - age, column, head  # an empty column gives row -1, which is masked
 
     def _draw_evenly(self, cursor: Cursor, batch: int, gen: Generator) -> tuple[Tensor, Tensor, Tensor]:
         """Draw rows uniformly over all columns."""
-        length = cursor.head.clamp(max=self.rows - self.guard)
-        ends = length.cumsum(0)
+        length = cursor.head.clamp(max=self.reach)
+        ends = length.cumsum(0)  # [N]
         # The remainder favours some rows by less than rows / 2^62.
-        place = torch.randint(1 << 62, (batch,), generator=gen, device=self.device) % ends[-1].clamp(min=1)
-        column = torch.searchsorted(ends, place, right=True).clamp(max=self.num_envs - 1)
-        age = place - (ends - length).index_select(0, column)
+        number = torch.randint(1 << 62, (batch,), generator=gen, device=self.device) % ends[-1].clamp(min=1)
+        column = torch.searchsorted(ends, number, right=True).clamp(max=self.num_envs - 1)
+        age = number - (ends - length).index_select(0, column)
         head = cursor.head.index_select(0, column)
         return head - 1 - age, column, head
 
     def sample_obs(self, cursor: Cursor, batch: int, gen: Generator) -> ObsBatch:
         """Draw observations [B, ...] for a policy update."""
         row, column, head = self.draw(cursor, batch, gen)
-        cell = self._cell(row, column)
+        cell = self.cell(row, column)
         mask = self.rule("valid", self.flags.index_select(0, cell).int()) & (head > 0)
-        return ObsBatch(
-            self._gather(cell, self._stack(row, column)), mask.float(), torch.ones_like(mask, dtype=torch.float32)
-        )
+        obs = self._gather(cell, self._stack(row, column))
+        return ObsBatch(obs, mask.float(), torch.ones_like(mask, dtype=torch.float32))
 
     def sample(self, cursor: Cursor, batch: int, n: int, gamma: float, gen: Generator) -> Batch:
         """Draw B = ``batch`` n-step windows. Shapes are static; invalid windows have ``mask == 0``."""
@@ -217,7 +231,7 @@ class Replay:
         return self.windows(cursor, row, column, head, n, gamma)
 
     def windows(self, cursor: Cursor, row: Tensor, column: Tensor, head: Tensor, n: int, gamma: float) -> Batch:
-        """Return the n-step windows that begin at logical ``row`` of ``column`` (both [B])."""
+        """Return the n-step windows that begin at ``row`` of ``column`` (both [B])."""
         window = self.targets(cursor, row, column, head, n, gamma)
         cursor.lost += window.lost.sum()
         stacks = self._stack_pair(row, window.last, column, window.successor)
@@ -227,29 +241,31 @@ class Replay:
         return Batch(obs, action, window.reward, window.discount, next_obs, mask, weight, window.cell, followed)
 
     def observations(self, row: Tensor, column: Tensor) -> Obs:
-        """Return the observations at logical ``row`` of ``column`` (both [B])."""
-        return self._gather(self._cell(row, column), self._stack(row, column))
+        """Return the observations at ``row`` of ``column`` (both [B])."""
+        return self._gather(self.cell(row, column), self._stack(row, column))
 
     def targets(self, cursor: Cursor, row: Tensor, column: Tensor, head: Tensor, n: int, gamma: float) -> Window:
-        """Return the windows that begin at logical ``row`` of ``column`` (both [B]).
+        """Return the windows that begin at ``row`` of ``column`` (both [B]).
 
         A window ends at the first of: n steps, termination, truncation, the row before a filler row or a restart,
         the head. Its target is ``sum_i gamma^i r_i + gamma^m (1 - terminated) V(s_{t+m})``, with each r_i clipped.
         """
-        place = row % self.rows
-        cell = torch.add(column, place, alpha=self.num_envs)
-        flags = self.flags.index_select(0, cell).int()
-        usable = self.rule("valid", flags) & (head > 0)
-        reward = clip(self.reward.index_select(0, cell), self.reward_clip)
-        last, end = row, flags  # the window's last row
-        power = self.constants(n, gamma)[2][:1]
+        place = row % self.rows  # [B]
+        cell = torch.add(column, place, alpha=self.num_envs)  # [B]
+        flags = self.flags.index_select(0, cell).int()  # [B]
+        usable = self.rule("valid", flags) & (head > 0)  # [B]
+
+        reward = clip(self.reward.index_select(0, cell), self.reward_clip)  # [B]
+        last, end = row, flags  # [B], the window's last row and its flags
+        power = self.constants(n, gamma)[2][:1]  # [1]
         if n > 1:
             reward, more, power = self._extend(reward, flags, place, column, head - 1 - row, self.constants(n, gamma))
-            last, place = row + more, self._wrap(place + more)
-            end = self.flags.index_select(0, torch.add(column, place, alpha=self.num_envs)).int()
-        lost = usable & self.rule("final lost", end)
-        mask, followed = usable & ~lost & self.rule("announced", end), self.rule("same episode", end)
-        successor = torch.add(column, self._wrap(place + 1), alpha=self.num_envs)
+            last, place = row + more, self._wrap(place + more)  # [B]
+            end = self.flags.index_select(0, torch.add(column, place, alpha=self.num_envs)).int()  # [B]
+
+        lost = usable & self.rule("final lost", end)  # [B]
+        mask, followed = usable & ~lost & self.rule("announced", end), self.rule("same episode", end)  # [B]
+        successor = torch.add(column, self._wrap(place + 1), alpha=self.num_envs)  # [B]
         return Window(cell, last, reward, power * self.rule("alive", end), mask, lost, followed, successor)
 
     def _extend(
@@ -258,22 +274,27 @@ class Replay:
         flags: Tensor,
         place: Tensor,
         column: Tensor,
-        ahead: Tensor,
+        newer: Tensor,
         constants: tuple[Tensor, Tensor, Tensor],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Add steps 2..n of a window. Returns reward sum, steps after the first and gamma^m, [B] each."""
-        steps, powers, table = constants
-        inside = steps <= ahead  # [n-1, B]; rows at or above the head are incomplete
-        later = self._wrap(place + torch.minimum(steps, ahead))
-        cell = torch.add(column, later, alpha=self.num_envs).view(-1)
-        rows = self.flags.index_select(0, cell).int()
-        goes_on = self.rule("goes on", torch.cat((flags, rows[: -flags.shape[0]]))).view_as(later)
-        alive = goes_on & inside & self.rule("valid", rows).view_as(later)  # step i follows step i - 1
+        """Add steps 2..n of a window, of which ``newer`` [B] rows are written.
+
+        Returns the sum of rewards, the steps after the first and gamma^m, [B] each.
+        """
+        steps, powers, table = constants  # [n-1, 1], [n-1, 1], [n]
+        inside = steps <= newer  # [n-1, B]; rows at or above the head are incomplete
+        places = self._wrap(place + torch.minimum(steps, newer))  # [n-1, B]
+        cell = torch.add(column, places, alpha=self.num_envs).view(-1)  # [(n-1) B]
+        later = self.flags.index_select(0, cell).int()  # [(n-1) B]
+
+        goes_on = self.rule("goes on", torch.cat((flags, later[: -flags.shape[0]]))).view_as(places)  # [n-1, B]
+        follows = goes_on & inside & self.rule("valid", later).view_as(places)  # [n-1, B]; step i follows step i - 1
         for i in range(1, steps.shape[0]):
-            alive[i] &= alive[i - 1]
-        more = alive.sum(0)
-        rewards = clip(self.reward.index_select(0, cell), self.reward_clip)
-        reward = reward + (rewards.view_as(later) * powers).mul_(alive).sum(0)
+            follows[i] &= follows[i - 1]
+        more = follows.sum(0)  # [B]
+
+        rewards = clip(self.reward.index_select(0, cell), self.reward_clip).view_as(places)  # [n-1, B]
+        reward = reward + (rewards * powers).mul_(follows).sum(0)  # [B]
         return reward, more, table.index_select(0, more)
 
     def _wrap(self, row: Tensor) -> Tensor:
@@ -306,7 +327,7 @@ class Replay:
         return torch.cat((first, torch.cat((last[:, 1:], successor.unsqueeze(1)), 1)))
 
     def _gather(self, cell: Tensor, stack: Tensor | None) -> Obs:
-        """Gather observations at ``cell`` [B], and those of stacked groups at ``stack`` [B, S]."""
+        """Gather observations [B, ...] at ``cell`` [B], and those of stacked groups at ``stack`` [B, S]."""
         out: Obs = {}
         for k, store in self.obs.items():
             index = cell if stack is None or self.stacks[k] == 1 else stack[:, -self.stacks[k] :]

@@ -29,6 +29,7 @@ from torch import Generator, Tensor
 from pql.contract.env import EnvSpec
 from pql.data.frames import put
 from pql.data.normalize import Normalizer, clip
+from pql.data.store import Store
 from pql.types import Memory, Obs, Rows, Step
 
 STEPS = ("action", "params", "reward", "flags", "final", "version")
@@ -103,8 +104,8 @@ class View:
         return [self.half, *self.norm.frozen()]
 
 
-class Rollout:
-    """Storage for one or two segments, written by the collector through the same interface as the replay.
+class Rollout(Store):
+    """Storage for one or two segments, each of a tick: ``open`` gets its first observation.
 
     Args:
         spec: of the environment.
@@ -134,8 +135,8 @@ class Rollout:
         self.rows = horizon + 1 + self.finals + 1
         count = halves * self.rows * n
         self.obs = {k: torch.zeros(count, *s.shape, dtype=s.dtype, device=device) for k, s in spec.obs.items()}
-        steps, kind = halves * horizon, spec.action.dtype
-        self.action = torch.zeros(steps, n, *spec.action.shape, dtype=kind, device=device)
+        steps = halves * horizon
+        self.action = torch.zeros(steps, n, *spec.action.shape, dtype=spec.action.dtype, device=device)
         self.params = torch.zeros(steps, n, params_size, device=device)
         self.reward = torch.zeros(steps, n, device=device)
         self.flags = torch.zeros(steps, n, 5, dtype=torch.bool, device=device)
@@ -152,12 +153,6 @@ class Rollout:
         self._next = torch.arange(1, horizon + 1, device=device).unsqueeze(1)
 
     # -- writing ------------------------------------------------------------------------------------------------------
-
-    def begin(self, obs: Obs) -> None:
-        """Do nothing: the tick's ``open`` gets the observation."""
-
-    def restart(self, obs: Obs) -> None:
-        """Do nothing: a segment ends with its tick."""
 
     def take_statistics(self) -> None:
         """Use the current statistics for all later reads."""

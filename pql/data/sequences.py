@@ -22,7 +22,8 @@ from torch import Generator, Tensor
 
 from pql.data.priority import PriorityRule, Ranked, valued_when_acted
 from pql.data.replay import Cursor, Replay
-from pql.types import Acted, Memory, Obs, Rows, Step, fill
+from pql.data.store import Store
+from pql.types import Acted, Obs, Rows, Step, fill
 
 Target = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -42,8 +43,9 @@ class Sequence(NamedTuple):
     index: Tensor  # type: ignore[assignment]  # [B] int64, for the priorities
 
 
-class States:
-    """Recurrent states before the actions of a ring's aligned rows, stored next to the ring.
+class States(Store):
+    """Recurrent states before the actions of a ring's aligned rows, stored next to the ring. Sequences cross ticks, and
+    after a restart the next aligned row stores a zero state.
 
     Args:
         ring: its rows are a whole number of periods. Each row must be inserted here before it is inserted there.
@@ -56,15 +58,6 @@ class States:
         self.slots, self.ragged = ring.rows // period, ring.ragged  # P
         # One scratch slot for states that are not kept: every row writes, so that nothing branches.
         self.carry = torch.zeros((self.slots + 1) * ring.num_envs, size, device=self.device)
-
-    def begin(self, obs: Obs) -> None:
-        """Do nothing: observations are stored in the ring."""
-
-    def open(self, obs: Obs, memory: Memory | None) -> None:
-        """Do nothing: sequences cross ticks."""
-
-    def restart(self, obs: Obs) -> None:
-        """Do nothing: the policy restarts with a zero state, which the next aligned row stores."""
 
     def insert(self, acted: Acted, step: Step, columns: Tensor | None = None, arrived: Tensor | None = None) -> None:
         """Store ``acted.extra["carry"]`` [n, C] if the row is aligned and exists.
@@ -80,11 +73,8 @@ class States:
         slot = torch.where(kept, row // self.period % self.slots, self.slots)
         self.carry.index_copy_(0, slot * ring.num_envs + columns, acted.extra["carry"])
 
-    def positions(self) -> list[Tensor]:
-        return []
-
     def at(self, row: Tensor, column: Tensor) -> Tensor:
-        """Return the state before aligned logical ``row`` of ``column`` (both [B]): [B, C]."""
+        """Return the state before aligned ``row`` of ``column`` (both [B]): [B, C]."""
         return self.carry.index_select(0, row // self.period % self.slots * self.ring.num_envs + column)
 
     def used(self) -> int:
@@ -117,13 +107,7 @@ class Sequences:
         size: S, rows that must be sealed: burn_in + length + n.
     """
 
-    def __init__(
-        self,
-        states: States,
-        span: Span,
-        gamma: float,
-        stored: bool = True,
-    ):
+    def __init__(self, states: States, span: Span, gamma: float, stored: bool = True):
         ring, (burn_in, length, n) = states.ring, span
         self.ring, self.states, self.burn_in, self.length, self.n, self.gamma = ring, states, burn_in, length, n, gamma
         self.size, self.stored, self.count = burn_in + length + n, stored, states.slots * ring.num_envs
@@ -133,14 +117,14 @@ class Sequences:
         self._first_places = torch.arange(states.slots, device=device).unsqueeze(1) * states.period  # [P, 1]
 
     def starts(self, cursor: Cursor) -> tuple[Tensor, Tensor]:
-        """Return the first logical row of the newest sequence in each slot, and whether it may be read; [P * N] both.
+        """Return the first row of the newest sequence in each slot, and whether it may be read; [P * N] both.
 
         A sequence may be read if all its rows are sealed and none is in the guard band, which the collector may be
         overwriting.
         """
         ring, head = self.ring, cursor.head
         row = head - 1 - (head - 1 - self._first_places) % ring.rows  # [P, N] the newest in this slot below the head
-        usable = (row >= 0) & (row >= head - (ring.rows - ring.guard)) & (row + self.size <= head)
+        usable = (row >= 0) & (row >= head - ring.reach) & (row + self.size <= head)
         return row.flatten(), usable.flatten()
 
     def column(self, index: Tensor) -> Tensor:
@@ -148,23 +132,24 @@ class Sequences:
         return index % self.ring.num_envs
 
     def read(self, cursor: Cursor, start: Tensor, column: Tensor) -> Sequence:
-        """Return the sequences at logical rows ``start`` of ``column`` (both [B]); raw observations and rewards."""
+        """Return the sequences at rows ``start`` of ``column`` (both [B]); raw observations and rewards."""
         ring, burn, trained = self.ring, self.burn_in, self.length
-        heads = cursor.head.index_select(0, column).expand(self.size, -1)
+        heads = cursor.head.index_select(0, column).expand(self.size, -1)  # [S, B]
         rows = torch.minimum(start + self._steps, heads - 1)  # [S, B]; if none may be read yet, some written row
-        columns = column.expand_as(rows)
-        cells = rows % ring.rows * ring.num_envs + columns
-        flags = ring.flags.index_select(0, cells.flatten()).int().view_as(rows)
+        columns = column.expand_as(rows)  # [S, B]
+        flags = ring.flags.index_select(0, ring.cell(rows, columns).flatten()).int()  # [S B]
+
         part = slice(burn, burn + trained)
-        row, col, head = (v[part].flatten() for v in (rows, columns, heads))
-        window = ring.targets(cursor, row, col, head, self.n, self.gamma)
+        row, col, head = (v[part].flatten() for v in (rows, columns, heads))  # [L B]
+        window = ring.targets(cursor, row, col, head, self.n, self.gamma)  # [L B]
         cursor.lost += window.lost.sum()
-        last = window.last.view(trained, -1) - rows[burn]  # from burn_in on
-        carry = self.states.at(start, column)
-        obs = ring.observations(rows.flatten(), columns.flatten())
+        last = window.last.view(trained, -1) - rows[burn]  # [L, B], from burn_in on
+
+        carry = self.states.at(start, column)  # [B, C]
+        obs = ring.observations(rows.flatten(), columns.flatten())  # [S B, ...]
         return Sequence(
             {k: v.unflatten(0, rows.shape) for k, v in obs.items()},
-            ~ring.rule("same episode", flags.flatten()).view_as(rows),
+            ~ring.rule("same episode", flags).view_as(rows),
             carry if self.stored else torch.zeros_like(carry),
             ring.action.index_select(0, window.cell).view_as(last),
             window.reward.view_as(last),
@@ -192,13 +177,7 @@ class RankedSequences(Ranked):
         entered: [P * N] int64; first row of the sequence of each leaf; -1 if there is none.
     """
 
-    def __init__(
-        self,
-        sequences: Sequences,
-        rule: PriorityRule,
-        eta: float = 0.9,
-        target: Target | None = None,
-    ):
+    def __init__(self, sequences: Sequences, rule: PriorityRule, eta: float = 0.9, target: Target | None = None):
         device, states = sequences.ring.device, sequences.states
         super().__init__(sequences.count, device, rule)
         self.sequences, self.eta, self.target = sequences, eta, target
@@ -228,8 +207,8 @@ class RankedSequences(Ranked):
         rows = (number * states.period + seq.burn_in).clamp(min=0) + seq.trained.unsqueeze(2)  # [L, M, N]
         column, head = (v.expand_as(rows).flatten() for v in (ring.columns, cursor.head))
         window = ring.targets(cursor, torch.minimum(rows.flatten(), head - 1), column, head, seq.n, seq.gamma)
-        q, ahead = valued_when_acted(ring, window)
-        error = (target(window.reward * reward_scale, window.discount, ahead) - q).view(seq.length, -1)
+        q, next_value = valued_when_acted(ring, window)
+        error = (target(window.reward * reward_scale, window.discount, next_value) - q).view(seq.length, -1)
         known = window.mask.view_as(error) & ~error.isnan()
         leaf = self.power(mixed(error.nan_to_num(), known.float(), self.eta))
         place = number % states.slots * ring.num_envs + ring.columns

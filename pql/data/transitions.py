@@ -10,7 +10,6 @@ A file is one safetensors file with one tensor per column, in one of two layouts
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -51,11 +50,10 @@ def save_replay(replay: Replay, path: str | Path) -> None:
 
 def rows_of(replay: Replay) -> Columns:
     """Return a ring's intact rows: columns [T, N, ...], where each environment's ``length`` rows come first."""
-    head, n = replay.live.head, replay.num_envs
+    head = replay.live.head
     length = head.clamp(max=replay.rows - 1)  # the next observation to act on occupies the oldest row
     t = torch.arange(int(length.max()) + 1, device=replay.device)[:, None]  # [T + 1, 1]
-    logical = head - length + torch.minimum(t, length)
-    cell = logical % replay.rows * n + replay.columns  # [T + 1, N]
+    cell = replay.cell(head - length + torch.minimum(t, length), replay.columns)  # [T + 1, N]
     obs = {f"obs.{k}": v[cell] for k, v in replay.obs.items()}
     cell = cell[:-1]
     flags = replay.flags[cell].int()
@@ -151,45 +149,32 @@ def read_transitions(
         extra: names of additional numbers that the ring stores.
         whole: groups before the ring reduces their images. The file may have these, too.
     """
-    file = _File(setting, path)
-    reward = file.column("reward")
-    flat, lead = reward.dim() == 1, list(reward.shape)
-    if reward.dim() not in (1, 2):
-        raise ConfigError(setting, path, f"a column reward of shape [T, N] or [M], not {lead}")
-    shape_of = (lambda s: s.shape) if flat else kept_shape
-    groups = {k: _Group(s.dtype, shape_of(s), shape_of((whole or obs)[k])) for k, s in obs.items()}
-    file.take_obs("obs", lead if flat else [lead[0] + 1, lead[1]], groups)
-    file.take("reward", lead, "float")
-    file.take("terminated", lead, "bool")
-    file.take("truncated", lead, "bool")
+    file = _File(setting, path, obs, obs if whole is None else whole)
+    file.take_obs("obs", file.lead if file.flat else [file.lead[0] + 1, file.lead[1]])
+    file.take("reward", file.lead, "float")
+    file.take("terminated", file.lead, "bool")
+    file.take("truncated", file.lead, "bool")
     if action is not None:
-        file.take("action", [*lead, *action.shape[1:]], "float" if action.is_floating_point() else "int64")
+        file.take("action", [*file.lead, *action.shape[1:]], "float" if action.is_floating_point() else "int64")
         for name in extra:
-            file.take(f"extra.{name}", lead, "float", torch.zeros(lead))
-    if flat:
-        file.take_obs("next_obs", lead, groups)
-        return file.taken
-    return with_fillers(_take_rows(file, lead, groups))
-
-
-class _Group(NamedTuple):
-    """An observation group as a file holds it: its type, and the shapes that the ring stores and before reduction."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    whole: tuple[int, ...]
+            file.take(f"extra.{name}", file.lead, "float", torch.zeros(file.lead))
+    if not file.flat:
+        return with_fillers(file.rows())
+    file.take_obs("next_obs", file.lead)
+    return file.taken
 
 
 class _File:
-    """A file's columns; those that have been checked are in ``taken``.
+    """Columns of a file, and those taken from it so far: of the right shapes and types.
 
-    Raises:
-        ConfigError: no safetensors file, or a column that is missing or does not fit; names it.
+    Attributes:
+        lead: shape of ``reward``: [T, N], or [M] if the file is ``flat``.
     """
 
-    def __init__(self, setting: str, path: str | Path):
-        self.setting, self.path = setting, path
-        self.taken: Columns = {}
+    def __init__(
+        self, setting: str, path: str | Path, obs: Mapping[str, ObsSpec], whole: Mapping[str, ObsSpec]
+    ) -> None:
+        self.setting, self.path, self.obs, self.whole, self.taken = setting, path, obs, whole, Columns()
         try:
             file = expanded(setting, path)
             check_header(file)
@@ -197,51 +182,58 @@ class _File:
             with safe_open(file, "pt") as opened:
                 self.older = (opened.metadata() or {}).get("format") == "pql-replay-1"
         except (OSError, ValueError, SafetensorError) as error:
-            raise ConfigError(setting, path, f"a safetensors file ({error})") from error
+            raise self._wrong(f"a safetensors file ({error})") from error
+        self.lead = list(self._column("reward").shape)
+        self.flat = len(self.lead) == 1
+        if len(self.lead) not in (1, 2):
+            raise self._wrong(f"a column reward of shape [T, N] or [M], not {self.lead}")
 
-    def column(self, name: str) -> Tensor:
+    def _wrong(self, expected: str) -> ConfigError:
+        return ConfigError(self.setting, self.path, expected)
+
+    def _column(self, name: str) -> Tensor:
         if name not in self.data:
             has = ", ".join(sorted(self.data)) or "none"
-            raise ConfigError(self.setting, self.path, f"a column {name}{nearest(name, self.data)}; it has {has}")
+            raise self._wrong(f"a column {name}{nearest(name, self.data)}; it has {has}")
         return self.data[name]
 
-    def take(self, name: str, shape: list[int], kind: str, default: Tensor | None = None, also: str = "") -> None:
-        """Check a column; ``default`` stands for one that is missing, ``also`` tells of other shapes in an error."""
-        value = default if default is not None and name not in self.data else self.column(name)
-        fits = value.is_floating_point() if kind == "float" else value.dtype == getattr(torch, kind)
+    def take(self, name: str, shape: list[int], dtype: str, default: Tensor | None = None, also: str = "") -> None:
+        """Take a column of ``shape`` and ``dtype`` ("float": any floating type), or ``default`` if it is missing."""
+        value = default if default is not None and name not in self.data else self._column(name)
+        fits = value.is_floating_point() if dtype == "float" else value.dtype == getattr(torch, dtype)
         if list(value.shape) != shape or not fits:
             have = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-            raise ConfigError(self.setting, self.path, f"a column {name} of {kind} {shape}{also}, not {have}")
+            raise self._wrong(f"a column {name} of {dtype} {shape}{also}, not {have}")
         self.taken[name] = value
 
-    def take_obs(self, prefix: str, count: list[int], groups: Mapping[str, _Group]) -> None:
-        """Check the columns [*count, ...] of all groups; whole images of bytes are reduced."""
-        for k, (dtype, shape, whole) in groups.items():
+    def take_obs(self, prefix: str, count: list[int]) -> None:
+        """Take the observation groups ``prefix``, [*count, ...] each; whole images are reduced."""
+        for k, spec in self.obs.items():
             name = f"{prefix}.{k}"
-            if shape != whole and self.column(name).shape == (*count, *whole) and self.data[name].dtype == torch.uint8:
-                rows = self.data[name].flatten(0, len(count) - 1)
-                self.data[name] = in_parts(rows, shape).view(*count, *shape)
-            kind = "float" if dtype.is_floating_point else str(dtype).removeprefix("torch.")
-            also = f" or of whole images {[*count, *whole]}" if shape != whole else ""
-            self.take(name, [*count, *shape], kind, also=also)
+            shape, full = (s.shape if self.flat else kept_shape(s) for s in (spec, self.whole[k]))
+            found = self._column(name)
+            if shape != full and found.shape == (*count, *full) and found.dtype == torch.uint8:
+                self.data[name] = in_parts(found.flatten(0, len(count) - 1), shape).view(*count, *shape)
+            dtype = "float" if spec.dtype.is_floating_point else str(spec.dtype).removeprefix("torch.")
+            also = f" or of whole images {[*count, *full]}" if shape != full else ""
+            self.take(name, [*count, *shape], dtype, also=also)
 
-
-def _take_rows(file: _File, lead: list[int], groups: Mapping[str, _Group]) -> Columns:
-    """Return the columns of a file of rows, ``lead`` = [T, N]."""
-    out = file.taken
-    file.take("first", lead, "bool", out["terminated"] | out["truncated"])
-    file.take("valid", lead, "bool", torch.ones(lead, dtype=torch.bool))
-    file.take("length", lead[1:], "int64", torch.full(lead[1:], lead[0]))
-    finals = list(file.data.get("final_row", torch.empty(0)).shape)
-    file.take("final_row", finals, "int64", torch.empty(0, dtype=torch.int64))
-    if finals != [0]:
-        file.take_obs("final_obs", finals, groups)
-    else:
-        out |= {f"final_obs.{k}": out[f"obs.{k}"][:0, 0] for k in groups}
-    for name, top in (("length", lead[0]), ("final_row", lead[0] * lead[1] - 1)):
-        if ((out[name] < 0) | (out[name] > top)).any():
-            raise ConfigError(file.setting, file.path, f"a column {name} within 0 to {top}")
-    if file.older:  # release 0.2: only ``final_row`` says which final observations are known
-        known = torch.zeros(lead, dtype=torch.bool).view(-1).index_fill_(0, out["final_row"], True).view(lead)
-        out["first"] = out["first"] | out["truncated"] & ~known
-    return out
+    def rows(self) -> Columns:
+        """Take the columns that only rows have, and return all."""
+        (rows, n), out = self.lead, self.taken
+        self.take("first", self.lead, "bool", out["terminated"] | out["truncated"])
+        self.take("valid", self.lead, "bool", torch.ones(self.lead, dtype=torch.bool))
+        self.take("length", [n], "int64", torch.full([n], rows))
+        finals = list(self.data.get("final_row", torch.empty(0)).shape)
+        self.take("final_row", finals, "int64", torch.empty(0, dtype=torch.int64))
+        if finals != [0]:
+            self.take_obs("final_obs", finals)
+        else:
+            out |= {f"final_obs.{k}": out[f"obs.{k}"][:0, 0] for k in self.obs}
+        for name, top in (("length", rows), ("final_row", rows * n - 1)):
+            if ((out[name] < 0) | (out[name] > top)).any():
+                raise self._wrong(f"a column {name} within 0 to {top}")
+        if self.older:  # release 0.2: only ``final_row`` says which final observations are known
+            known = torch.zeros(rows * n, dtype=torch.bool).index_fill_(0, out["final_row"], True).view(rows, n)
+            out["first"] = out["first"] | out["truncated"] & ~known
+        return out

@@ -26,14 +26,15 @@ from pql.contract.env import EnvSpec
 from pql.data.frames import put
 from pql.data.normalize import Normalizer
 from pql.data.rollout import PolicyOutput, Rollout, Segment, View, needs_room
+from pql.data.store import Store
 from pql.types import Memory, Obs, Rows, Step
 
 FULL = 3
 """Full places per environment."""
 
 
-class Unrolls:
-    """Storage for environments that may answer late, with the same interface as the replay.
+class Unrolls(Store):
+    """Storage for environments that may answer late.
 
     Arguments are those of ``Rollout``.
 
@@ -46,13 +47,7 @@ class Unrolls:
     ragged = True
 
     def __init__(
-        self,
-        spec: EnvSpec,
-        norm: Normalizer,
-        horizon: int,
-        params_size: int,
-        device: torch.device,
-        carry_size: int = 0,
+        self, spec: EnvSpec, norm: Normalizer, horizon: int, params_size: int, device: torch.device, carry_size: int = 0
     ):
         n = spec.num_envs
         self.num_envs, self.horizon, self.device, self.size = n, horizon, device, FULL * n

@@ -47,7 +47,7 @@ def start_limit(place: "PlacementConfig") -> Limit:
     return max(Limit(place.start_seconds, "placement.start_seconds"), step_limit(place))
 
 
-# task.process.step_seconds, start_seconds: a simulator's process (remote/process/near.py: all its answers).
+# task.process.step_seconds, start_seconds: a simulator's process (remote/process/child.py: all its answers).
 # task.kwargs.step_seconds, start_seconds: a remote actor's answer (remote/server.py, which then drops the actor).
 # task.kwargs.timeout: any actor at all (remote/env.py, which then ends the run).
 # eval.*, budget.*: they bound work, not waits.

@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -47,17 +46,21 @@ class Inline:
         self.begun: set[str] = set()  # workers that have done a job
 
     def run(self, jobs: Mapping[str, Job]) -> Mapping[str, float]:
-        return {name: self._do(name, jobs[name]) for name in self.order or jobs if name in jobs}
-
-    def _do(self, name: str, job: Job) -> float:
-        """Run ``job``; return the seconds it took."""
-        limit = self.step if name in self.begun else self.start or self.step
-        if limit is None:
-            return timed(partial(named, name, job))
-        with watching(f"worker {name}", limit, self.step):
-            seconds = timed(partial(named, name, job))
-        self.begun.add(name)
+        seconds = {}
+        for name in (n for n in self.order or jobs if n in jobs):
+            with self._watched(name):
+                start = time.perf_counter()
+                jobs[name]()
+                seconds[name] = time.perf_counter() - start
         return seconds
+
+    @contextmanager
+    def _watched(self, name: str) -> Iterator[None]:
+        """Run a job of a worker inside, within its time limit."""
+        limit = self.step if name in self.begun else self.start or self.step
+        with named(name), nullcontext() if limit is None else watching(f"worker {name}", limit, self.step):
+            yield
+        self.begun.add(name)
 
     def share(self, queues: Mapping[str, Iterator[Job]]) -> Mapping[str, float]:
         """As ``Threads.share``: run one job of each worker in turn, until none is left."""
@@ -67,7 +70,7 @@ class Inline:
                 if (job := next(queues[name], None)) is None:
                     live.remove(name)
                 else:
-                    seconds[name] += self._do(name, job)
+                    seconds[name] += self.run({name: job})[name]
         return seconds
 
     def waiting(self, name: str) -> AbstractContextManager[None]:
@@ -111,7 +114,9 @@ class Threads:
             seconds = 0.0
             try:
                 while (job := self._next(name, jobs)) is not None:
-                    seconds += timed(job)
+                    start = time.perf_counter()
+                    job()
+                    seconds += time.perf_counter() - start
                     self.begun.add(name)
                 self.done.put((name, seconds))
             except BaseException as error:
@@ -239,7 +244,8 @@ class Streams:
                         self._wait(stream, event)
                     inside.enter_context(self._on(stream))
                 start = self._record(self.streams[name][-1])
-                named(name, job)
+                with named(name):
+                    job()
             self.ends += [self._record(stream) for stream in self.streams[name]]
             tick[name] = (start, self.ends[-1])
         self.flight.append(tick)
@@ -281,18 +287,12 @@ def hung(name: str, limit: Limit) -> HungError:
     return HungError(f"{stacks()}worker {name} has not finished its tick in {limit.seconds:g} s ({limit.setting})")
 
 
-def named(name: str, job: Job) -> None:
-    """Run ``job``; convert an exception into a ``RunError`` that names its worker."""
+@contextmanager
+def named(name: str) -> Iterator[None]:
+    """Convert an exception of a worker's job inside into a ``RunError`` that names the worker."""
     try:
-        job()
+        yield
     except HungError:  # from the watchdog, already names the worker
         raise
     except Exception as error:
         raise failure(name, error) from error
-
-
-def timed(job: Job) -> float:
-    """Run ``job``; return the seconds it took."""
-    start = time.perf_counter()
-    job()
-    return time.perf_counter() - start

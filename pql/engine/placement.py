@@ -4,7 +4,7 @@ import contextlib
 import ctypes
 import os
 import platform
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +17,6 @@ from pql.engine.executors import Executor, Inline, Streams, Threads
 from pql.errors import ConfigError
 
 
-def worker_devices(config: Config, learners: Sequence[str] = ("v", "p")) -> dict[str, torch.device]:
-    """Return each worker's device: its own placement, else the run's. A single learner uses that of "v".
-
-    Raises:
-        ConfigError: a device that this machine does not have.
-    """
-    place, out = config.placement, {}
-    wanted = {"collector": place.collector, "v": place.v_learner, "p": place.p_learner, "learner": place.v_learner}
-    for worker in ("collector", *learners):
-        device = torch.device(resolve_device(wanted[worker] or config.device))
-        # One spelling per device, or cuda and cuda:0 would count as different devices.
-        out[worker] = torch.device("cuda", device.index or 0) if device.type == "cuda" else device
-    return out
-
-
 def replica_devices(config: Config) -> list[str]:
     """Return each replica's device: its placement, else the run's; for ``cuda`` without a number, all GPUs in turn."""
     count = config.replicas
@@ -42,26 +27,46 @@ def replica_devices(config: Config) -> list[str]:
     return [config.device] * count
 
 
-def thread_counts(config: Config, cores: int | None = None) -> dict[str, int]:
-    """Return CPU thread counts: each worker's intra-op threads, and the threads of a multi-threaded simulator.
+@dataclass(frozen=True)
+class Machine:
+    """Hardware of a run, or of one of its replicas.
 
-    ``cores`` is the number of cores to divide; None: all that this process may use.
-
-    Under ``lockstep`` each worker has all cores in turn, as does a simulator whose learners are on another device;
-    ``replicas`` is the same with a replica's share of the cores. Under ``concurrent`` the V-learner and the simulator,
-    which bound most ticks, get half the cores each. Another count changes the order of summation, hence bits, so counts
-    are never chosen at run time.
+    Attributes:
+        devices: device of the simulator and "collector", and of each learner.
+        threads: CPU threads: each worker's intra-op threads, and those of a multi-threaded "simulator".
     """
-    cores, place = max(1, (cores or available_cores()) // config.replicas), config.placement.threads
+
+    devices: dict[str, torch.device]
+    threads: dict[str, int]
+
+
+def machine_of(config: Config, cores: int | None = None) -> Machine:
+    """Return the devices and threads of a config.
+
+    A worker has its own placement, else the run's device; a single learner has that of "v". Under ``lockstep`` each
+    worker has all cores in turn, as does a simulator whose learners are on another device; ``replicas`` is the same
+    with a replica's share of the cores. Under ``concurrent`` the V-learner and the simulator, which bound most ticks,
+    get half the cores each. Another count changes the order of summation, hence bits, so counts are never chosen at
+    run time.
+
+    Args:
+        cores: number of cores to divide; None: all that this process may use.
+    Raises:
+        ConfigError: a device that this machine does not have.
+    """
+    place, device, devices = config.placement, resolve_device(config.device), dict[str, torch.device]()
+    wanted = {"collector": place.collector, "v": place.v_learner, "p": place.p_learner, "learner": place.v_learner}
+    for worker in ("collector", *config.algo.learners):
+        own = wanted[worker]
+        found = torch.device(device if own is None else resolve_device(own))
+        # One spelling per device, or cuda and cuda:0 would count as different devices.
+        devices[worker] = torch.device("cuda", found.index or 0) if found.type == "cuda" else found
+    cores = max(1, (cores or available_cores()) // config.replicas)
     alone = config.algo.schedule != "concurrent"
-    default = {
-        "collector": cores if alone else 1,
-        "v": cores if alone else max(1, cores // 2),
-        "p": cores if alone else 1,
-        "simulator": cores if alone or resolve_device(config.device) != "cpu" else max(1, cores // 2),
-    }
-    counts = {w: getattr(place, w) or n for w, n in default.items()}
-    return {**counts, "learner": counts["v"]}  # a single learner gets the threads of "v"
+    one, half = (cores, cores) if alone else (1, max(1, cores // 2))
+    default = {"collector": one, "v": half, "p": one, "simulator": half if device == "cpu" else cores}
+    threads = {worker: getattr(place.threads, worker) or count for worker, count in default.items()}
+    return Machine(devices, {**threads, "learner": threads["v"]})  # a single learner gets the threads of "v"
 
 
 def available_cores() -> int:

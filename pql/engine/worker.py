@@ -28,33 +28,30 @@ class WeightSlot:
     Args:
         name: used in traces and errors.
         source: the owner's tensors, copied by every ``publish``.
-        lag: readers that ask for version v get v - lag, or version 0 if that is negative; for experiments with old
-            weights.
     """
 
-    def __init__(self, name: str, source: Sequence[Tensor], lag: int = 0):
-        self.name, self.lag = name, lag
+    def __init__(self, name: str, source: Sequence[Tensor]):
+        self.name = name
         self.source = [t.detach() for t in source]
-        self.buffers = [[t.clone() for t in self.source] for _ in range(2 + lag)]
+        self.buffers = [[t.clone() for t in self.source] for _ in range(2)]
         self.version = 0  # number of publications
 
     @torch.no_grad()
     def publish(self) -> int:
         """Copy the owner's tensors into the buffer that is not being read. Returns the new version."""
-        torch._foreach_copy_(self.buffers[(self.version + 1) % len(self.buffers)], self.source)
+        torch._foreach_copy_(self.buffers[(self.version + 1) % 2], self.source)
         self.version += 1
         return self.version
 
     @torch.no_grad()
     def pull(self, target: Sequence[Tensor], version: int) -> int:
-        """Copy ``version`` minus ``lag`` into ``target``, in place and across devices. Returns the version copied.
+        """Copy ``version`` into ``target``, in place and across devices. Returns the version copied.
 
         Raises:
             AssertionError: that version is not available: the schedule violated its order.
         """
         assert version in (self.version, self.version - 1), f"slot {self.name}: {version} of {self.version}"
-        version = max(version - self.lag, 0)
-        for t, s in zip(target, self.buffers[version % len(self.buffers)], strict=True):
+        for t, s in zip(target, self.buffers[version % 2], strict=True):
             t.copy_(s, non_blocking=True)
         return version
 
@@ -62,16 +59,6 @@ class WeightSlot:
         """Publish the owner's tensors as ``version``, after a checkpoint changed them."""
         self.version = version - 1
         self.publish()
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """With a lag, return all buffered versions; without, nothing: the owner's tensors are saved elsewhere."""
-        pairs = ((f"{i}.{j}", t) for i, buffer in enumerate(self.buffers) for j, t in enumerate(buffer))
-        return dict(pairs) if self.lag else {}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore in place, before :meth:`reload`."""
-        for k, t in self.state_dict().items():
-            t.copy_(state[k])
 
 
 PULLED = {"pulled": True}
@@ -264,17 +251,14 @@ class Worker:
         threads = torch.get_num_threads()
         torch.set_num_threads(self.threads)
         try:
-            self._run(count, version)
+            for slot, target in self.pulls:
+                self.pulled[slot.name] = slot.pull(target, slot.version if version is None else version)
+                if self.trace:
+                    self.trace("pull", self.name, slot.name, self.pulled[slot.name])
+            self.job(count)
+            for slot in self.publishes:
+                slot.publish()
+                if self.trace:
+                    self.trace("publish", self.name, slot.name, slot.version)
         finally:
             torch.set_num_threads(threads)
-
-    def _run(self, count: int, version: int | None) -> None:
-        for slot, target in self.pulls:
-            self.pulled[slot.name] = slot.pull(target, slot.version if version is None else version)
-            if self.trace:
-                self.trace("pull", self.name, slot.name, self.pulled[slot.name])
-        self.job(count)
-        for slot in self.publishes:
-            slot.publish()
-            if self.trace:
-                self.trace("publish", self.name, slot.name, slot.version)

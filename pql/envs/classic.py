@@ -100,15 +100,14 @@ class TorchEnv:
         stagger: bool = False,
     ) -> EnvSpec:
         """Return the ``EnvSpec`` of an environment with these arguments."""
-        if max_episode_steps is None:
-            max_episode_steps = cls.time_limit
+        limit = cls.time_limit if max_episode_steps is None else max_episode_steps
         return EnvSpec(
             name=cls.name,
             num_envs=positive("num_envs", num_envs),
             obs={"policy": cls.obs_spec()},
             action=Discrete(cls.action_size) if cls.discrete else Box.within(cls.action_size, cls.action_limit),
             device=torch.device(device),
-            max_episode_steps=positive("max_episode_steps", max_episode_steps),
+            max_episode_steps=positive("max_episode_steps", limit),
             final_obs="always",
             log=cls.terms,
             info={"dt": cls.dt, "truncates_at_limit": True},
@@ -128,8 +127,7 @@ class TorchEnv:
         raise NotImplementedError
 
     def advance(self, state: Tensor, action: Tensor) -> Transition:
-        """Advance ``state`` by one control step under ``action`` ([N, A] in [-1, 1], or [N] int64); write to
-        neither."""
+        """Advance ``state`` one control step by ``action`` ([N, A] in [-1, 1], or [N] int64); write to neither."""
         raise NotImplementedError
 
     def uniform(self, width: int) -> Tensor:
@@ -176,11 +174,8 @@ class TorchEnv:
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of everything the next step depends on."""
-        return {
-            "state": self._state.clone(),
-            "steps": self._steps.clone(),
-            "generator": self.generator.get_state(),
-        }
+        generator = self.generator.get_state()
+        return {"state": self._state.clone(), "steps": self._steps.clone(), "generator": generator}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._state.copy_(state["state"])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pql.contract.env import EnvSpec
 from pql.data.frames import kept_shape
-from pql.remote.slot_table import Taken
+from pql.remote.slot_table import Answer
 from pql.types import Obs, Step
 
 NAMES = ("terminated", "truncated", "first", "valid", "final_ok")  # as ``pql.remote.protocol.FLAGS``
@@ -29,7 +29,7 @@ class StepAssembler:
         self.shown = {k: torch.zeros(n, *s.shape, dtype=s.dtype, device=spec.device) for k, s in spec.obs.items()}
         self._parts: dict[tuple[int, int], Part] = {}
 
-    def step(self, part: slice, taken: Sequence[Taken]) -> Step:
+    def step(self, part: slice, answers: Sequence[Answer]) -> Step:
         """Return the step of the slots ``part``, fields [n, ...]. Slots without an answer get filler rows.
 
         The tensors are overwritten by the next call for the same part.
@@ -37,7 +37,7 @@ class StepAssembler:
         key = (part.start, part.stop)
         if key not in self._parts:
             self._parts[key] = Part(self.spec, {k: v[part] for k, v in self.shown.items()})
-        return self._parts[key].step([t._replace(slots=t.slots - part.start) for t in taken])
+        return self._parts[key].step([t._replace(slots=t.slots - part.start) for t in answers])
 
 
 class Part:
@@ -63,14 +63,14 @@ class Part:
         self._pairs: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
         self._fields = self._named(self.flags, self.numbers)  # constant on the CPU
 
-    def step(self, taken: Sequence[Taken]) -> Step:
+    def step(self, answers: Sequence[Answer]) -> Step:
         """Return the step of these slots, fields [n, ...]."""
         if self.copied is not None:
             self.copied.synchronize()  # copies of the last step may still read the host buffers
         self._flags[:], self._flags[FINAL_OK], self._numbers[:] = False, True, 0.0
-        at = self._places(taken)
+        at = self._places(answers)
         self._shift(at)
-        for one in taken:
+        for one in answers:
             self._gather(*one)
         fields = self._fields
         if self.copied is not None:
@@ -85,9 +85,9 @@ class Part:
         log = dict(zip(self.spec.log, numbers[1:].unbind(0), strict=True))
         return {"reward": numbers[0], "log": log, **dict(zip(NAMES, flags.unbind(0), strict=True))}
 
-    def _places(self, taken: Sequence[Taken]) -> slice | Tensor:
-        """Return all slots in ``taken``, ascending."""
-        slots = taken[0].slots if len(taken) == 1 else np.sort(np.concatenate([[], *(t.slots for t in taken)]))
+    def _places(self, answers: Sequence[Answer]) -> slice | Tensor:
+        """Return all slots in ``answers``, ascending."""
+        slots = answers[0].slots if len(answers) == 1 else np.sort(np.concatenate([[], *(t.slots for t in answers)]))
         at = run_of(slots.astype(np.int64, copy=False))
         return at if isinstance(at, slice) else torch.from_numpy(at).to(self.device)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from pql.errors import ConfigError
 
 SPARE = 128  # open files kept for checkpoints, loggers, videos, simulators and other processes
-WAITING = 1024  # connections beyond one per slot: actors that wait for a slot, and peers without the token
+WAITING = 1024  # connections beyond one per slot: actors that wait for a slot, and clients without the token
 FEWEST = 8  # connections below which listening makes no sense
 
 

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from pql.config.files import expanded
-from pql.contract.env import EnvSpec, ObsSpec
-from pql.contract.spec_json import action_of
+from pql.contract.env import EnvSpec
 from pql.engine import deadlines, interrupt
 from pql.engine.watchdog import touch
 from pql.errors import ConfigError, RunError
 from pql.remote.assembler import StepAssembler
+from pql.remote.process.near import read_spec
 from pql.remote.server import ActorServer
-from pql.remote.slot_table import SlotTable, Taken
+from pql.remote.slot_table import Answer, SlotTable
 from pql.remote.token import read_token
 from pql.types import Obs, Step
 
@@ -35,7 +35,7 @@ class Remote:
     """Asynchronous ``VecEnv`` with ``num_envs`` slots for the environments of remote actors.
 
     The constructor waits for the first actor. Environments may answer late, leave and be replaced (see
-    ``pql.collect.asynchronous``): after the loss of an actor its slots continue with a new one, after a filler row with
+    ``pql.collect.steppers``): after the loss of an actor its slots continue with a new one, after a filler row with
     ``first`` set. ``reset`` and ``step`` wait for all connected actors. Fields of a ``Step`` are [N, ...], or [n, ...]
     for a group.
 
@@ -102,9 +102,8 @@ class Remote:
         except BaseException:
             self.server.close("the run could not begin")
             raise
-        self.board = StepAssembler(self.spec)
-        self._together = Together(self.table, self.board, self.server, self.timeout)
-        self._present = torch.zeros(num_envs, dtype=torch.bool)
+        self.assembler = StepAssembler(self.spec)
+        self._stepper = SlotEnv(self.table, self.assembler, self.server, self.timeout)
 
     def _first_actor(self) -> dict[str, Any]:
         """Wait for the first actor and return its specification."""
@@ -129,29 +128,29 @@ class Remote:
 
     def reset(self, seed: int | None = None) -> Obs:
         """Restart all environments and wait for those of connected actors. Returns observations [N, ...]."""
-        obs, self._present = self._together.reset(seed)
-        return obs
+        return self._stepper.reset(seed)
 
     def step(self, action: Tensor) -> Step:
         """Step the environments of all connected actors with ``action`` [N, A] or [N]. Other rows are fillers."""
-        return self._together.step(action)
+        return self._stepper.step(action)
 
     def close(self) -> None:
         """Disconnect all actors and stop the server."""
         self.server.close()
 
-    def beside(self) -> "Beside | None":
+    def beside(self) -> "SlotEnv | None":
         """Return the environments for evaluation, on the same server; None if ``eval_envs`` is 0."""
         if self._evaluation is None:
             return None
         spec = replace(self.spec, num_envs=self._evaluation.size, groups=1, spread=1)
-        return Beside(self._evaluation, StepAssembler(spec), self.server, self.timeout)
+        kind = "actor with --role eval"
+        return SlotEnv(self._evaluation, StepAssembler(spec), self.server, self.timeout, kind)
 
     # -- asynchronous VecEnv ------------------------------------------------------------------------------------------
 
     def present(self) -> Tensor:
         """Return [N] bool on the CPU: environments that answered the last reset."""
-        return self._present
+        return self._stepper.present
 
     def send(self, action: Tensor, ids: Tensor) -> None:
         """Send actions [k, A] or [k] to environments ``ids`` [k] int64."""
@@ -159,57 +158,63 @@ class Remote:
 
     def answers(self, group: int) -> tuple[Tensor, Step]:
         """Wait for a bounded time; return the ids [k] int64 that answered, and the step of the group, [n, ...]."""
-        taken, part = self.table.take(group), self.table.parts[group]
-        if not taken:
-            self._together.check_alive()
-        ids = [torch.from_numpy(one.slots) for one in taken]
-        return ids[0] if len(ids) == 1 else torch.cat((NOBODY, *ids)), self.board.step(part, taken)
+        answers, part = self.table.take(group), self.table.parts[group]
+        if not answers:
+            self._stepper.check_alive()
+        ids = [torch.from_numpy(one.slots) for one in answers]
+        return ids[0] if len(ids) == 1 else torch.cat((NOBODY, *ids)), self.assembler.step(part, answers)
 
     def measures(self) -> dict[str, float]:
         """Metrics: connected actors and environments."""
         return self.table.measures()
 
 
-class Together:
-    """Synchronous stepping of the environments in a slot table: waits for all connected actors.
+class SlotEnv:
+    """Synchronous ``VecEnv`` over the slots of a table: waits for all connected actors. Fields are [N, ...].
 
     Args:
         timeout: seconds without an actor after which it fails.
         kind: kind of actor, for messages.
+    Attributes:
+        present: [N] bool on the CPU: environments that answered the last reset.
     """
 
     def __init__(
-        self, table: SlotTable, board: StepAssembler, server: ActorServer, timeout: float, kind: str = "actor"
+        self, table: SlotTable, assembler: StepAssembler, server: ActorServer, timeout: float, kind: str = "actor"
     ):
-        self.table, self.board, self.server, self.timeout, self.kind = table, board, server, timeout, kind
+        self.table, self.assembler, self.server, self.timeout, self.kind = table, assembler, server, timeout, kind
+        self.spec, self.present = assembler.spec, torch.zeros(table.size, dtype=torch.bool)
         self._reported = -1.0  # ``empty_since`` at the last message about missing actors
         self._ending = False  # the run is ending: do not wait any more
 
-    def reset(self, seed: int | None) -> tuple[Obs, Tensor]:
-        """Restart; return first observations [N, ...] and the environments present, [N] bool on the CPU."""
+    def reset(self, seed: int | None = None) -> Obs:
+        """Restart all environments and wait for those of connected actors. Returns observations [N, ...]."""
         self.table.reset(seed)
-        taken, present = self._everybody(), torch.zeros(self.table.size, dtype=torch.bool)
-        for one in taken:
-            present[torch.from_numpy(one.slots)] = True
-        step = self.board.step(slice(0, self.table.size), taken)
-        return {k: v.clone() for k, v in step.obs.items()}, present
+        answers, self.present = self._everybody(), torch.zeros(self.table.size, dtype=torch.bool)
+        for one in answers:
+            self.present[torch.from_numpy(one.slots)] = True
+        step = self.assembler.step(slice(0, self.table.size), answers)
+        return {k: v.clone() for k, v in step.obs.items()}
 
     def step(self, action: Tensor) -> Step:
-        """Step with ``action`` [N, A] or [N]. Fields [N, ...] are new tensors."""
+        """Step with ``action`` [N, A] or [N]. Fields [N, ...] are new tensors; rows without an actor are fillers."""
         self.table.act(np.arange(self.table.size), action.cpu().numpy())
-        step = self.board.step(slice(0, self.table.size), self._everybody())
+        step = self.assembler.step(slice(0, self.table.size), self._everybody())
 
         def copy(field: Any) -> Any:
             return {k: v.clone() for k, v in field.items()} if isinstance(field, dict) else field.clone()
 
         return Step(*map(copy, step))
 
-    def _everybody(self) -> list[Taken]:
+    def close(self) -> None:
+        """Do nothing: the training environment owns the server."""
+
+    def _everybody(self) -> list[Answer]:
         """Take the answers of all actors; once the run is ending, only those that have arrived."""
-        while not (taken := self.table.take_all(0.0 if self._ending else deadlines.IDLE)) and not self._ending:
+        while not (answers := self.table.take_all(0.0 if self._ending else deadlines.IDLE)) and not self._ending:
             self._ending = interrupt.asked()
             self.check_alive()
-        return taken
+        return answers
 
     def check_alive(self) -> None:
         """Report once if no actor is connected.
@@ -228,22 +233,6 @@ class Together:
         if self._reported != since:
             self.server.tell(f"no {self.kind}: waiting at {self.server.address}, at most {self.timeout:g} s")
             self._reported = since
-
-
-class Beside:
-    """Environments for evaluation: a synchronous ``VecEnv`` on the training server. Fields are [N, ...]."""
-
-    def __init__(self, table: SlotTable, board: StepAssembler, server: ActorServer, timeout: float):
-        self.spec, self._together = board.spec, Together(table, board, server, timeout, "actor with --role eval")
-
-    def reset(self, seed: int | None = None) -> Obs:
-        return self._together.reset(seed)[0]
-
-    def step(self, action: Tensor) -> Step:
-        return self._together.step(action)
-
-    def close(self) -> None:
-        """Do nothing: the training environment owns the server."""
 
 
 def check_remote(wait: float | None, timeout: float, eval_envs: int, step_seconds: float, start_seconds: float) -> None:
@@ -269,20 +258,6 @@ def choose_groups(slots: int, first: int) -> int:
 def spec_of(facts: dict[str, Any], num_envs: int, device: torch.device, groups: int) -> EnvSpec:
     """Return the specification of all slots, derived from one actor's."""
     ends = {k: [*map(float, v)] for k, v in facts["action"].items() if k in ("low", "high") and v is not None}
-    obs = {k: ObsSpec(tuple(shape), getattr(torch, kind), stack) for k, (shape, kind, stack) in facts["obs"].items()}
-    return EnvSpec(
-        name=facts["name"],
-        num_envs=num_envs,
-        obs=obs,
-        action=action_of({**facts["action"], **ends}),
-        device=device,
-        max_episode_steps=facts["max_episode_steps"],
-        autoreset=facts["autoreset"],
-        final_obs=facts["final_obs"],
-        log=tuple(facts["log"]),
-        single_instance=True,
-        deterministic=False,
-        groups=groups,
-        spread=SPREAD,
-        info={**facts["info"], "restarts": True},
-    )
+    one = read_spec({**facts, "deterministic": False, "action": {**facts["action"], **ends}}, device)
+    info = {**one.info, "restarts": True}
+    return replace(one, num_envs=num_envs, single_instance=True, groups=groups, spread=SPREAD, info=info)

@@ -1,4 +1,4 @@
-"""Wire protocol between remote actors and the learner: frames of a 32-byte header and raw little-endian arrays.
+"""Protocol between remote actors and the learner: frames of a 32-byte header and raw little-endian arrays.
 
     magic "pqlr" | version u16 | kind u8 | 0 | run id u64 | sequence number u64 | bytes of the body u32 | 0 u32
 
@@ -18,7 +18,7 @@ Both sides import this file; it needs only the standard library and NumPy.
 import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,7 +39,7 @@ LOOPBACK = ("127.", "localhost:", "[::1]:", "unix:")  # prefixes of addresses th
 Arrays = dict[str, np.ndarray]
 
 
-class WireError(Exception):
+class ProtocolError(Exception):
     """Invalid or unexpected frame; the stream is closed."""
 
 
@@ -52,7 +52,7 @@ class Frame(NamedTuple):
     body: memoryview
 
 
-class WireRows(NamedTuple):
+class ActorRows(NamedTuple):
     """Answer of K environments, as views of the message. An OBS message has only observations."""
 
     obs: Arrays  # [K, ...] newest frames
@@ -78,17 +78,17 @@ def unpack(message: bytes) -> Frame:
     """Split a message into header fields and body.
 
     Raises:
-        WireError: not a frame of this version, or truncated.
+        ProtocolError: not a frame of this version, or truncated.
     """
     if len(message) < HEADER.size:
-        raise WireError(f"{len(message)} bytes are too short for a frame")
+        raise ProtocolError(f"{len(message)} bytes are too short for a frame")
     magic, version, kind, zero, run_id, seq, size, more = HEADER.unpack_from(message)
     if magic != MAGIC or zero or more:
-        raise WireError("not a frame of pql")
+        raise ProtocolError("not a frame of pql")
     if version != VERSION:
-        raise WireError(f"schema version {version}, expected {VERSION}: both sides need the same version of pql")
+        raise ProtocolError(f"schema version {version}, expected {VERSION}: both sides need the same version of pql")
     if size != len(message) - HEADER.size:
-        raise WireError(f"a body of {len(message) - HEADER.size} bytes, the header says {size}")
+        raise ProtocolError(f"a body of {len(message) - HEADER.size} bytes, the header says {size}")
     return Frame(kind, run_id, seq, memoryview(message)[HEADER.size :])
 
 
@@ -96,10 +96,10 @@ def expect(frame: Frame, kind: int, run_id: int, seq: int) -> Frame:
     """Return ``frame`` after checking its kind, run id and sequence number.
 
     Raises:
-        WireError: one of them differs.
+        ProtocolError: one of them differs.
     """
     if (frame.kind, frame.run_id, frame.seq) != (kind, run_id, seq):
-        raise WireError(
+        raise ProtocolError(
             f"frame {frame.kind} of run {frame.run_id:x}, number {frame.seq}: expected frame {kind} of run "
             f"{run_id:x}, number {seq}"
         )
@@ -110,16 +110,16 @@ def read_json_frame(body: memoryview) -> dict[str, Any]:
     """Parse the body as a JSON object.
 
     Raises:
-        WireError: it is too long, or not a JSON object.
+        ProtocolError: it is too long, or not a JSON object.
     """
     if len(body) > LARGEST_JSON:
-        raise WireError(f"{len(body)} bytes of JSON, at most {LARGEST_JSON}")
+        raise ProtocolError(f"{len(body)} bytes of JSON, at most {LARGEST_JSON}")
     try:
         facts = json.loads(bytes(body))
     except (ValueError, RecursionError) as error:
-        raise WireError(f"invalid JSON: {error}") from error
+        raise ProtocolError(f"invalid JSON: {error}") from error
     if not isinstance(facts, dict):
-        raise WireError("a JSON object is expected")
+        raise ProtocolError("a JSON object is expected")
     return facts
 
 
@@ -127,11 +127,11 @@ def read_seed(body: memoryview) -> int:
     """Parse the body of a RESET message: a seed below 2^63.
 
     Raises:
-        WireError: wrong size, or a larger number.
+        ProtocolError: wrong size, or a larger number.
     """
     seed = int.from_bytes(body, "little")
     if len(body) != 8 or seed >= 2**63:
-        raise WireError(f"a seed of {len(body)} bytes: expected 8, and a number below 2^63")
+        raise ProtocolError(f"a seed of {len(body)} bytes: expected 8, and a number below 2^63")
     return seed
 
 
@@ -142,64 +142,77 @@ def check_facts(facts: Any) -> dict[str, Any]:
     """Validate a received specification (see ``far_build.describe``) and return its known fields.
 
     Raises:
-        WireError: a field is missing or invalid; the message names it.
+        ProtocolError: a field is missing or invalid; the message names it.
     """
-
     if not isinstance(facts, Mapping):
-        raise WireError("specification: a JSON object is expected")
-
-    def is_count(value: Any, least: int = 1) -> bool:
-        return type(value) is int and least <= value < 2**31
-
-    def is_obs(value: Any) -> bool:
-        if not (isinstance(value, list) and len(value) == 3 and isinstance(value[0], list)):
-            return False
-        shape, dtype, stack = value
-        sizes = len(shape) <= 8 and all(is_count(s) for s in shape)
-        return sizes and dtype in TYPES and is_count(stack) and (stack == 1 or shape[:1] == [stack])
-
-    def is_text(value: Any) -> bool:  # as checkpoints can store, without control characters
-        return isinstance(value, str) and 0 < len(value) <= 200 and value.isprintable()
-
-    def is_number(value: Any) -> bool:
-        if type(value) is int:
-            return abs(value) < 2**1023  # larger ones overflow a float
-        return type(value) is float and not math.isnan(value)
-
-    def is_numbers(value: Any, count: Any) -> bool:
-        return value is None or (isinstance(value, list) and len(value) == count and all(map(is_number, value)))
-
-    def is_action(value: Any) -> bool:
-        if not isinstance(value, dict):
-            return False
-        if "n" in value:
-            return is_count(value["n"]) and is_count(value.get("start", 0), -(2**31))
-        if "nvec" in value:
-            many = value["nvec"]
-            if not (isinstance(many, list) and 0 < len(many) < 2**16 and all(map(is_count, many))):
-                return False
-            starts = value.get("start", many)
-            return isinstance(starts, list) and len(starts) == len(many) and all(is_count(s, -(2**31)) for s in starts)
-        size = value.get("size")
-        return is_count(size) and all(is_numbers(value.get(k), size) for k in ("low", "high"))
-
-    rules = {
-        "name": is_text,
-        "num_envs": is_count,
-        "obs": lambda v: (
-            isinstance(v, dict) and "policy" in v and len(v) <= 32 and all(is_text(k) and is_obs(v[k]) for k in v)
-        ),
-        "action": is_action,
-        "max_episode_steps": lambda v: v is None or is_count(v),
-        "autoreset": lambda v: v in ("same_step", "next_step"),
-        "final_obs": lambda v: v in ("always", "on_done", "never"),
-        "log": lambda v: isinstance(v, list) and len(v) <= 256 and all(map(is_text, v)),
-        "info": lambda v: isinstance(v, dict) and is_numbers(v.get("action_reach"), facts["action"].get("size")),
-    }
-    for name, rule in rules.items():
+        raise ProtocolError("specification: a JSON object is expected")
+    for name, rule in RULES.items():
         if name not in facts or not rule(facts[name]):
-            raise WireError(f"specification: {name} is missing or wrong")
-    return {name: facts[name] for name in rules}
+            raise ProtocolError(f"specification: {name} is missing or wrong")
+    if not _are_numbers(facts["info"].get("action_reach"), facts["action"].get("size")):
+        raise ProtocolError("specification: info is missing or wrong")
+    return {name: facts[name] for name in RULES}
+
+
+def _is_count(value: Any, least: int = 1) -> bool:
+    return type(value) is int and least <= value < 2**31
+
+
+def _is_text(value: Any) -> bool:  # as checkpoints can store, without control characters
+    return isinstance(value, str) and 0 < len(value) <= 200 and value.isprintable()
+
+
+def _is_number(value: Any) -> bool:
+    if type(value) is int:
+        return abs(value) < 2**1023  # larger ones overflow a float
+    return type(value) is float and not math.isnan(value)
+
+
+def _are_numbers(value: Any, count: Any) -> bool:
+    return value is None or (isinstance(value, list) and len(value) == count and all(map(_is_number, value)))
+
+
+def _is_group(value: Any) -> bool:
+    """Return True for [shape, dtype, stack] of an observation group."""
+    if not (isinstance(value, list) and len(value) == 3 and isinstance(value[0], list)):
+        return False
+    shape, dtype, stack = value
+    sizes = len(shape) <= 8 and all(map(_is_count, shape))
+    return sizes and dtype in TYPES and _is_count(stack) and (stack == 1 or shape[:1] == [stack])
+
+
+def _is_obs(value: Any) -> bool:
+    known = isinstance(value, dict) and "policy" in value and len(value) <= 32
+    return known and all(_is_text(k) and _is_group(v) for k, v in value.items())
+
+
+def _is_action(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    if "n" in value:
+        return _is_count(value["n"]) and _is_count(value.get("start", 0), -(2**31))
+    if "nvec" in value:
+        many = value["nvec"]
+        if not (isinstance(many, list) and 0 < len(many) < 2**16 and all(map(_is_count, many))):
+            return False
+        starts = value.get("start", many)
+        return isinstance(starts, list) and len(starts) == len(many) and all(_is_count(s, -(2**31)) for s in starts)
+    size = value.get("size")
+    return _is_count(size) and all(_are_numbers(value.get(k), size) for k in ("low", "high"))
+
+
+RULES: dict[str, Callable[[Any], bool]] = {
+    "name": _is_text,
+    "num_envs": _is_count,
+    "obs": _is_obs,
+    "action": _is_action,
+    "max_episode_steps": lambda v: v is None or _is_count(v),
+    "autoreset": lambda v: v in ("same_step", "next_step"),
+    "final_obs": lambda v: v in ("always", "on_done", "never"),
+    "log": lambda v: isinstance(v, list) and len(v) <= 256 and all(map(_is_text, v)),
+    "info": lambda v: isinstance(v, dict),
+}
+"""Fields of a specification, and what their values must be."""
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------
@@ -212,7 +225,7 @@ class Layout:
         facts: specification from :func:`check_facts`; ``num_envs`` is K.
 
     Raises:
-        WireError: a step may exceed the largest message.
+        ProtocolError: a step may exceed the largest message.
     """
 
     def __init__(self, facts: Mapping[str, Any]):
@@ -229,7 +242,7 @@ class Layout:
         largest = HEADER.size + self.count * (2 * self.row_bytes + 9 + 4 * self.terms) + 4
         if largest > LARGEST:
             fit = int(self.count * LARGEST / largest)
-            raise WireError(
+            raise ProtocolError(
                 f"a step of {self.count} environments may take {largest} bytes, a message at most "
                 f"{LARGEST}: at most {fit} environments an actor"
             )
@@ -261,22 +274,22 @@ class Layout:
     def _obs_parts(self, obs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         return [np.ascontiguousarray(obs[k], dtype) for k, (_, dtype) in self.obs.items()]
 
-    def read_obs(self, body: memoryview) -> WireRows:
+    def read_obs(self, body: memoryview) -> ActorRows:
         """Parse the body of an OBS message.
 
         Raises:
-            WireError: wrong size.
+            ProtocolError: wrong size.
         """
         reader = FrameReader(body)
         obs = self._read_obs(reader, self.count)
         reader.end()
-        return WireRows(obs)
+        return ActorRows(obs)
 
-    def read_step(self, body: memoryview) -> WireRows:
+    def read_step(self, body: memoryview) -> ActorRows:
         """Parse the body of a STEP message.
 
         Raises:
-            WireError: wrong size, unknown flags, or final observations of rows where no episode began.
+            ProtocolError: wrong size, unknown flags, or final observations of rows where no episode began.
         """
         reader, n = FrameReader(body), self.count
         reward = reader.array("<f4", (n,))
@@ -285,14 +298,14 @@ class Layout:
         obs = self._read_obs(reader, n)
         count = int(reader.array("<u4", (1,))[0])
         if count > n or flags.max() >= 1 << len(FLAGS):
-            raise WireError(f"{count} final observations of {n} rows, or unknown flags")
+            raise ProtocolError(f"{count} final observations of {n} rows, or unknown flags")
         ended = reader.array("<u4", (count,))
         begun = np.flatnonzero((flags & 12) == 12)  # first and valid
         if len(ended) + len(begun) and not np.array_equal(ended, begun):
-            raise WireError("final observations do not belong to the rows in which an episode begins")
+            raise ProtocolError("final observations do not belong to the rows in which an episode begins")
         finals = self._read_obs(reader, count)
         reader.end()
-        return WireRows(obs, reward, flags, log, begun, finals)
+        return ActorRows(obs, reward, flags, log, begun, finals)
 
     def _read_obs(self, reader: "FrameReader", rows: int) -> Arrays:
         return {k: reader.array(dtype, (rows, *shape)) for k, (shape, dtype) in self.obs.items()}
@@ -305,7 +318,7 @@ class Layout:
         """Parse the body of an ACT message: [K, A] float32, [K] or [K, A] int64.
 
         Raises:
-            WireError: wrong size.
+            ProtocolError: wrong size.
         """
         reader = FrameReader(body)
         action = reader.array(self.action_type, self.action_shape)
@@ -325,15 +338,15 @@ class FrameReader:
             return self.array("u1", shape) != 0
         kind, count = np.dtype(dtype), math.prod(shape)
         if self.at + count * kind.itemsize > len(self.body):
-            raise WireError(f"a body of {len(self.body)} bytes is cut short")
+            raise ProtocolError(f"a body of {len(self.body)} bytes is cut short")
         out = np.frombuffer(self.body, kind, count, self.at).reshape(shape)
         self.at += count * kind.itemsize
         return out
 
     def end(self) -> None:
-        """Raise ``WireError`` if bytes are left."""
+        """Raise ``ProtocolError`` if bytes are left."""
         if self.at != len(self.body):
-            raise WireError(f"{len(self.body) - self.at} bytes too many")
+            raise ProtocolError(f"{len(self.body) - self.at} bytes too many")
 
 
 def newest_frames(obs: Mapping[str, Any], stacks: Mapping[str, int]) -> dict[str, np.ndarray]:

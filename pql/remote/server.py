@@ -21,9 +21,9 @@ from pql.engine import deadlines
 from pql.engine.deadlines import Limit
 from pql.engine.placement import keep_freed_memory
 from pql.errors import ConfigError
-from pql.remote import protocol as wire
+from pql.remote import protocol
 from pql.remote.descriptors import connection_limit
-from pql.remote.protocol import BYE, LOOPBACK, OBS, RESET, STEP, WireError, unpack
+from pql.remote.protocol import BYE, LOOPBACK, OBS, RESET, STEP, ProtocolError, unpack
 from pql.remote.slot_table import FullError, RemoteActor, SlotTable, TooManyError
 from pql.remote.token import CERTIFICATE, KEY, read_file
 
@@ -43,12 +43,12 @@ WAITING = (
     ("grpc.server.max_pending_requests", 4_096),
     ("grpc.server.max_pending_requests_hard_limit", 8_192),
 )
-# A peer that opens a connection and sends nothing, or has no stream, is closed: it would occupy an open file.
+# A client that opens a connection and sends nothing, or has no stream, is closed: it would occupy an open file.
 SILENT = (
     ("grpc.server_handshake_timeout_ms", int(1000 * deadlines.HELLO)),
     ("grpc.max_connection_idle_ms", int(1000 * deadlines.HELLO)),
 )
-SIZES = (("grpc.max_receive_message_length", wire.LARGEST), ("grpc.max_send_message_length", wire.LARGEST))
+SIZES = (("grpc.max_receive_message_length", protocol.LARGEST), ("grpc.max_send_message_length", protocol.LARGEST))
 OPTIONS = (*KEEPALIVE, *WAITING, *SILENT, *SIZES, ("grpc.so_reuseport", 0))
 
 OFFERED = ("obs", "action", "max_episode_steps", "autoreset", "final_obs", "log")  # must be equal for all actors
@@ -59,7 +59,7 @@ class LateError(Exception):
 
 
 REFUSALS = {
-    WireError: grpc.StatusCode.INVALID_ARGUMENT,
+    ProtocolError: grpc.StatusCode.INVALID_ARGUMENT,
     FullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     TooManyError: grpc.StatusCode.OUT_OF_RANGE,
     LateError: grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -136,7 +136,7 @@ class ActorServer:
             self.tell(f"at most {most} connections for {slots} slots: the limit of open files is low (ulimit -n)")
         self._server = grpc.aio.server(options=(*OPTIONS, ("grpc.max_allowed_incoming_connections", most)))
         handler = grpc.stream_stream_rpc_method_handler(self._act)  # no serialisers: raw bytes
-        service = grpc.method_handlers_generic_handler(wire.SERVICE, {wire.METHOD: handler})
+        service = grpc.method_handlers_generic_handler(protocol.SERVICE, {protocol.METHOD: handler})
         self._server.add_generic_rpc_handlers((service,))
         if self.credentials is None:
             port = self._server.add_insecure_port(address)
@@ -219,43 +219,43 @@ class ActorServer:
         if first is grpc.aio.EOF:
             return
         hello = unpack(first)
-        wire.expect(hello, wire.HELLO, hello.run_id, 0)
-        said = wire.read_json_frame(hello.body)
-        facts, role = wire.check_facts(said.get("spec") or {}), said.get("role")
+        protocol.expect(hello, protocol.HELLO, hello.run_id, 0)
+        said = protocol.read_json_frame(hello.body)
+        facts, role = protocol.check_facts(said.get("spec") or {}), said.get("role")
         table = self.tables.get(role) if isinstance(role, str) else None
         if table is None:
-            raise WireError(f"no slots for the role {role!r}: task.kwargs.eval_envs creates slots for evaluation")
+            raise ProtocolError(f"no slots for the role {role!r}: task.kwargs.eval_envs creates slots for evaluation")
         self._check_alike(facts)
-        layout, orders = wire.Layout(facts), asyncio.Queue[bytes]()
-        peer = RemoteActor(hello.run_id, layout, lambda m: self._loop.call_soon_threadsafe(orders.put_nowait, m))
-        table.admit(peer)
+        layout, orders = protocol.Layout(facts), asyncio.Queue[bytes]()
+        actor = RemoteActor(hello.run_id, layout, lambda m: self._loop.call_soon_threadsafe(orders.put_nowait, m))
+        table.admit(actor)
         self.facts = self.facts or facts
         self.known.set()
-        who = f"actor {peer.number} ({context.peer()}, {layout.count} environments{' to evaluate' * (role == 'eval')})"
+        who = f"actor {actor.number} ({context.peer()}, {layout.count} environments{' to evaluate' * (role == 'eval')})"
         self.tell(f"{who} has joined: {table.live} now")
         since = time.monotonic()
         try:
-            facts = {"actor": peer.number, "step_seconds": self.step.seconds, "start_seconds": self.start.seconds}
+            facts = {"actor": actor.number, "step_seconds": self.step.seconds, "start_seconds": self.start.seconds}
             try:
                 async with asyncio.timeout(deadlines.HELLO):
-                    await context.write(wire.pack_json(wire.WELCOME, peer.run_id, 0, facts))
+                    await context.write(protocol.pack_json(protocol.WELCOME, actor.run_id, 0, facts))
             except TimeoutError:
                 raise LateError(f"has not read the learner's answer for {deadlines.HELLO:g} s") from None
-            while await self._exchange(context, table, peer, await orders.get()):
+            while await self._exchange(context, table, actor, await orders.get()):
                 pass
         except LateError as error:
             self.tell(f"{who} {error}")
             raise
         finally:  # it left, violated the protocol, or lost its connection (this task is then cancelled)
-            table.leave(peer)
+            table.leave(actor)
             self.tell(f"{who} has left after {time.monotonic() - since:.0f} s: {table.live} now")
 
     async def _exchange(
-        self, context: grpc.aio.ServicerContext, table: SlotTable, peer: RemoteActor, order: bytes
+        self, context: grpc.aio.ServicerContext, table: SlotTable, actor: RemoteActor, order: bytes
     ) -> bool:
         """Send one request and process its answer. Return False at the end of the stream."""
         asked = unpack(order)
-        limit = self.start if asked.kind == RESET or not peer.stepped else self.step
+        limit = self.start if asked.kind == RESET or not actor.stepped else self.step
         try:
             async with asyncio.timeout(limit.seconds):
                 await context.write(order)
@@ -265,17 +265,17 @@ class ActorServer:
         if message is grpc.aio.EOF or asked.kind == BYE:
             return False
         frame, kind = unpack(message), OBS if asked.kind == RESET else STEP
-        wire.expect(frame, kind, peer.run_id, asked.seq)
-        peer.stepped = peer.stepped or kind == STEP
-        read = peer.layout.read_obs if kind == OBS else peer.layout.read_step
-        table.answered(peer, read(frame.body))
+        protocol.expect(frame, kind, actor.run_id, asked.seq)
+        actor.stepped = actor.stepped or kind == STEP
+        read = actor.layout.read_obs if kind == OBS else actor.layout.read_step
+        table.answered(actor, read(frame.body))
         return True
 
     def _check_alike(self, facts: dict[str, Any]) -> None:
-        """Raise ``WireError`` if a specification differs from the first actor's."""
+        """Raise ``ProtocolError`` if a specification differs from the first actor's."""
         for name in OFFERED:
             if self.facts and facts[name] != self.facts[name]:
-                raise WireError(f"{name} of these environments is {facts[name]}, of this run's {self.facts[name]}")
+                raise ProtocolError(f"{name} of these environments is {facts[name]}, of this run's {self.facts[name]}")
 
 
 def return_memory() -> None:

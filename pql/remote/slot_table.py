@@ -18,7 +18,7 @@ import numpy as np
 
 from pql.engine import interrupt
 from pql.engine.watchdog import touch
-from pql.remote.protocol import BYE, RESET, Layout, WireRows, pack, pack_json
+from pql.remote.protocol import BYE, RESET, ActorRows, Layout, pack, pack_json
 
 EMPTY, FLYING, READY, DUE = range(4)
 NOBODY = -1
@@ -44,7 +44,7 @@ class RemoteActor:
         self.number = NOBODY  # in order of admission
         self.seq = 0  # of the last request
         self.slots = np.zeros(0, dtype=np.int64)  # [K], ascending
-        self.rows: WireRows | None = None  # the newest answer
+        self.rows: ActorRows | None = None  # the newest answer
         self.action = np.zeros(layout.action_shape, layout.action_type)
         self.missing = 0  # rows of ``action`` still to be filled before it is sent
         self.reset_due = False  # drop its next answer and reset it
@@ -66,10 +66,10 @@ class RemoteActor:
         self.post(pack_json(BYE, self.run_id, self.seq + 1, {"reason": why}))
 
 
-class Taken(NamedTuple):
+class Answer(NamedTuple):
     """Some rows of an actor's answer, and their slots."""
 
-    rows: WireRows
+    rows: ActorRows
     places: np.ndarray  # [k] indices into ``rows``
     slots: np.ndarray  # [k] slots
 
@@ -90,7 +90,7 @@ class SlotTable:
         self.status = np.zeros(size, dtype=np.uint8)
         self.owner = np.full(size, NOBODY)  # [N] number of each slot's actor
         self.place = np.zeros(size, dtype=np.int64)  # [N] row of each slot among those of its actor
-        self.peers: dict[int, RemoteActor] = {}  # by number; one that left stays until its last answer is taken
+        self.actors: dict[int, RemoteActor] = {}  # by number; one that left stays until its last answer is taken
         self.changed = threading.Condition()
         self.seed: int | None = None  # None before the first reset
         self.admitted = 0  # actors so far
@@ -105,51 +105,51 @@ class SlotTable:
 
     # -- the server's thread ------------------------------------------------------------------------------------------
 
-    def admit(self, peer: RemoteActor) -> None:
-        """Assign a slot to each environment of ``peer``, all in one group if they fit.
+    def admit(self, actor: RemoteActor) -> None:
+        """Assign a slot to each environment of ``actor``, all in one group if they fit.
 
         Raises:
             FullError: too few slots are free.
             TooManyError: there are too few slots in all.
         """
-        if peer.layout.count > self.size:
+        if actor.layout.count > self.size:
             raise TooManyError(f"at most {self.size}, its number of slots")
         with self.changed:
             if self.closed:
                 raise FullError("the run is ending")
-            free, count = np.flatnonzero(self.status == EMPTY), peer.layout.count
+            free, count = np.flatnonzero(self.status == EMPTY), actor.layout.count
             if len(free) < count:
                 raise FullError(f"{count} environments, but {len(free)} of {self.size} slots are free")
             roomy = max((free[(free >= p.start) & (free < p.stop)] for p in self.parts), key=len)
-            peer.slots = (roomy if len(roomy) >= count else free)[:count]
-            peer.number = self.admitted
+            actor.slots = (roomy if len(roomy) >= count else free)[:count]
+            actor.number = self.admitted
             self.admitted += 1
-            self.owner[peer.slots], self.place[peer.slots] = peer.number, np.arange(count)
-            self.status[peer.slots] = DUE
-            self.peers[peer.number] = peer
+            self.owner[actor.slots], self.place[actor.slots] = actor.number, np.arange(count)
+            self.status[actor.slots] = DUE
+            self.actors[actor.number] = actor
             if self.seed is not None:
-                self._reset(peer)
+                self._reset(actor)
             self.changed.notify_all()
 
-    def answered(self, peer: RemoteActor, rows: WireRows) -> None:
-        """Store the answer of ``peer`` to its last request; after :meth:`end` it is dropped."""
+    def answered(self, actor: RemoteActor, rows: ActorRows) -> None:
+        """Store the answer of ``actor`` to its last request; after :meth:`end` it is dropped."""
         with self.changed:
             if self.closed:
                 return
-            if peer.reset_due:
-                self._reset(peer)
+            if actor.reset_due:
+                self._reset(actor)
                 return
-            peer.rows = rows
-            self.status[peer.slots] = READY
+            actor.rows = rows
+            self.status[actor.slots] = READY
             self.changed.notify_all()
 
-    def leave(self, peer: RemoteActor) -> None:
-        """Free the slots of ``peer``; a slot with an answer not taken yet is freed once it is taken."""
+    def leave(self, actor: RemoteActor) -> None:
+        """Free the slots of ``actor``; a slot with an answer not taken yet is freed once it is taken."""
         with self.changed:
-            if peer.gone or peer.number not in self.peers:
+            if actor.gone or actor.number not in self.actors:
                 return
-            peer.gone = True
-            self._free(peer, peer.slots[self.status[peer.slots] != READY])
+            actor.gone = True
+            self._free(actor, actor.slots[self.status[actor.slots] != READY])
             if self.live == 0:
                 self.empty_since = time.monotonic()
             self.changed.notify_all()
@@ -157,19 +157,19 @@ class SlotTable:
     @property
     def live(self) -> int:
         """Number of connected actors."""
-        return sum(not peer.gone for peer in self.peers.values())
+        return sum(not actor.gone for actor in self.actors.values())
 
-    def _free(self, peer: RemoteActor, slots: np.ndarray) -> None:
+    def _free(self, actor: RemoteActor, slots: np.ndarray) -> None:
         self.status[slots], self.owner[slots] = EMPTY, NOBODY
-        if not (self.owner == peer.number).any():
-            del self.peers[peer.number]
+        if not (self.owner == actor.number).any():
+            del self.actors[actor.number]
 
-    def _reset(self, peer: RemoteActor) -> None:
+    def _reset(self, actor: RemoteActor) -> None:
         """Request first observations, with a seed derived from the run's and the actor's number."""
         assert self.seed is not None
-        drawn = np.random.SeedSequence([self.seed, peer.number]).generate_state(1, np.uint32)[0]
-        self.status[peer.slots], peer.missing, peer.reset_due = FLYING, 0, False
-        peer.order_reset(int(drawn) >> 1)
+        drawn = np.random.SeedSequence([self.seed, actor.number]).generate_state(1, np.uint32)[0]
+        self.status[actor.slots], actor.missing, actor.reset_due = FLYING, 0, False
+        actor.order_reset(int(drawn) >> 1)
 
     # -- the collector's thread ---------------------------------------------------------------------------------------
 
@@ -177,13 +177,13 @@ class SlotTable:
         """Reset all actors, present and future. Answers to earlier requests are dropped."""
         with self.changed:
             self.seed = (self.seed or 0) + 1 if seed is None else seed
-            for peer in list(self.peers.values()):
-                if peer.gone:
-                    self._free(peer, peer.slots)
-                elif peer.missing == 0 and (self.status[peer.slots] == FLYING).any():
-                    peer.reset_due = True
+            for actor in list(self.actors.values()):
+                if actor.gone:
+                    self._free(actor, actor.slots)
+                elif actor.missing == 0 and (self.status[actor.slots] == FLYING).any():
+                    actor.reset_due = True
                 else:
-                    self._reset(peer)
+                    self._reset(actor)
 
     def act(self, slots: np.ndarray, action: np.ndarray) -> None:
         """Store actions [k, ...] for ``slots`` [k] in state DUE; send an actor its actions once all are there.
@@ -196,17 +196,17 @@ class SlotTable:
                 slots, action = slots[due], action[due]
             owners = self.owner[slots]
             for number in distinct(owners):
-                peer, mine = self.peers[number], owners == number
+                actor, mine = self.actors[number], owners == number
                 own = slots[mine]
-                if peer.missing == 0:
-                    peer.missing = len(peer.slots)
-                peer.action[self.place[own]] = action[mine]
-                peer.missing -= len(own)
+                if actor.missing == 0:
+                    actor.missing = len(actor.slots)
+                actor.action[self.place[own]] = action[mine]
+                actor.missing -= len(own)
                 self.status[own] = FLYING
-                if peer.missing == 0:
-                    peer.order_step()
+                if actor.missing == 0:
+                    actor.order_step()
 
-    def take(self, group: int) -> list[Taken]:
+    def take(self, group: int) -> list[Answer]:
         """Take the answers of one group; wait for a bounded time.
 
         Returns once all pending answers have arrived, or ``wait`` seconds after the call if there are some. Returns an
@@ -225,7 +225,7 @@ class SlotTable:
                 self.changed.wait(self.patience if limit is None else limit - waited)
             return []
 
-    def take_all(self, timeout: float) -> list[Taken]:
+    def take_all(self, timeout: float) -> list[Answer]:
         """Take the answers of all connected actors, regardless of groups; an empty list after ``timeout`` seconds, and
         after :meth:`end`."""
         start = time.monotonic()
@@ -237,25 +237,25 @@ class SlotTable:
                 self.changed.wait(left)
             return [] if self.closed else self._collect(slice(0, self.size))
 
-    def _collect(self, part: slice) -> list[Taken]:
+    def _collect(self, part: slice) -> list[Answer]:
         out = []
         ready = part.start + np.flatnonzero(self.status[part] == READY)
         for number in distinct(self.owner[ready]):
-            peer, slots = self.peers[number], ready[self.owner[ready] == number]
-            assert peer.rows is not None
-            out.append(Taken(peer.rows, self.place[slots], slots))
+            actor, slots = self.actors[number], ready[self.owner[ready] == number]
+            assert actor.rows is not None
+            out.append(Answer(actor.rows, self.place[slots], slots))
             self.status[slots] = DUE
-            if peer.gone:
-                self._free(peer, slots)
+            if actor.gone:
+                self._free(actor, slots)
         return out
 
     def end(self, why: str) -> None:
         """Send BYE to every actor and admit no more."""
         with self.changed:
             self.closed = True
-            for peer in self.peers.values():
-                if not peer.gone:
-                    peer.order_end(why)
+            for actor in self.actors.values():
+                if not actor.gone:
+                    actor.order_end(why)
             self.changed.notify_all()
 
     def measures(self) -> dict[str, float]:

@@ -10,52 +10,66 @@ import json
 import os
 import shlex
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pql
-from pql.config.files import read_json
+from pql.config.files import expanded, read_json
 from pql.config.trust import check_links
-from pql.errors import ConfigError, nearest, printable
+from pql.errors import ConfigError, nearest, printable, writing
 from pql.reports.references import is_number, known
+
+if TYPE_CHECKING:
+    from pql.reports.runs import Run
 
 PACKAGES = ("matplotlib", "scipy", "jinja2")
 
 
+@dataclass(frozen=True)
+class PageOptions:
+    """Contents of a page.
+
+    Attributes:
+        x: the axis on which runs are compared: ``seconds``, ``env_steps`` or ``updates``.
+        thresholds: returns for the time-to-threshold table.
+        at: positions on ``x`` at which every run's return is given.
+        references: file of returns by which scores are normalised (``references.yaml`` shows its form).
+    """
+
+    x: str = "seconds"
+    thresholds: Sequence[float] = ()
+    at: Sequence[float] = ()
+    references: str | Path | None = None
+
+
 def write(
     words: Sequence[str],
-    out: Path | None = None,
-    x: str = "seconds",
-    thresholds: Sequence[float] = (),
+    out: str | Path | None = None,
+    options: PageOptions | None = None,
     single: bool = False,
-    references: Path | None = None,
-    points: Sequence[float] = (),
 ) -> tuple[Path, dict[str, Any]]:
     """Read runs, write ``index.html``, its figures as PNG and ``numbers.json`` into a folder.
 
     Args:
         words: run directories, or folders of runs.
         out: folder to write to; default: ``comparison`` in the working directory, or ``report`` in a ``single`` run.
-        x: the axis on which runs are compared: ``seconds``, ``env_steps`` or ``updates``.
-        thresholds: returns for the time-to-threshold table.
         single: write a page about one run.
-        references: file of returns by which scores are normalised (``references.yaml`` shows its form).
-        points: positions on ``x`` at which every run's return is given.
     Returns:
         The page and its numbers.
     Raises:
-        ConfigError: a path is not a run, a run has no metrics, the axis is unknown, a threshold or point is not a
+        ConfigError: a path is not a run, a run has no metrics, the axis is unknown, a threshold or position is not a
             number, the folder cannot be written or a package is missing.
     """
-    thresholds, points = check_numbers("thresholds", thresholds), check_numbers("at", points)
+    options = options or PageOptions()
+    x, thresholds, points = options.x, _numbers("thresholds", options.thresholds), _numbers("at", options.at)
+    folder = None if out is None else expanded("out", out)
     check_packages()
-    from pql.reports import numbers, page, runs
-    from pql.reports.symptoms import symptoms
-    from pql.reports.watch.feed import newest
+    from pql.reports import numbers, runs
 
     if x not in runs.AXES:
         raise ConfigError("x", x, f"one of {', '.join(runs.AXES)}{nearest(x, runs.AXES)}")
-    scales = known(references)
+    scales = known(None if options.references is None else expanded("references", options.references))
     paths, notes = runs.find(words)
     if single and len(paths) > 1:
         raise ConfigError(
@@ -65,46 +79,48 @@ def write(
     lacking = [r.name for r in found if len(r.evals["return_mean"]) and r.evals[x][-1] != r.evals[x][-1]]
     if lacking:
         raise ConfigError("x", x, f"an axis that all runs record; {lacking[0]} does not")
-    folder = out or (paths[0] / "report" if single else Path("comparison"))
-    if single and out is None:
-        check_links(paths[0], "report")
-    _make(folder)  # before the work starts
+    if folder is None:
+        folder = paths[0] / "report" if single else Path("comparison")
+        if single:
+            check_links(paths[0], "report")
+    with writing("out", folder):  # before the work starts
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "index.html").touch()
     analysis = numbers.analyse(found, x, thresholds, notes, scales, points)
-    series = numbers.clean(numbers.series(found[0])) if single else None
-    shown = symptoms(found[0].rows, found[0].settings) if single else []
-    parts = page.sections(analysis, series, found)
-    film = newest(paths[0] / "videos", ".mp4") if single else None
+    _draw(folder, found, analysis, paths[0] if single else None)
+    return folder / "index.html", analysis
+
+
+def _draw(folder: Path, found: "Sequence[Run]", analysis: dict[str, Any], only: Path | None) -> None:
+    """Write the files of a page about the runs ``found``; ``only``: the directory of its one run."""
+    from pql.reports import numbers, page
+    from pql.reports.symptoms import symptoms
+    from pql.reports.watch.feed import newest
+
+    run, more = found[0], dict[str, Any]()
+    film = newest(only / "videos", ".mp4") if only else None
+    shown = symptoms(run.rows, run.settings) if only else []
+    if only:
+        more = {"series": numbers.clean(numbers.series(run)), "symptoms": [symptom._asdict() for symptom in shown]}
+    parts = page.sections(analysis, more.get("series"), found)
     video = os.path.relpath(film, folder) if film else None
-    text = page.render(analysis, parts, found[0].settings if single else None, pql.__version__, video, shown)
+    text = page.render(analysis, parts, run.settings if only else None, pql.__version__, video, shown)
     figures = {f"{p.name}.png": p.png for part in parts for p in part.pictures}
     for name in set(_figures(folder)) - set(figures):  # of an earlier page, which this one replaces
         (folder / name).unlink(missing_ok=True)
     for name, data in figures.items():
         (folder / name).write_bytes(data)
-    content = {**analysis, "pictures": list(figures)}
-    if single:
-        content |= {"series": series, "symptoms": [symptom._asdict() for symptom in shown]}
-    (folder / "numbers.json").write_text(json.dumps(content) + "\n")
+    (folder / "numbers.json").write_text(json.dumps({**analysis, "pictures": list(figures), **more}) + "\n")
     (folder / "index.html").write_text(text, encoding="utf-8")
-    return folder / "index.html", analysis
 
 
-def check_numbers(key: str, values: Any) -> list[float]:
+def _numbers(key: str, values: Any) -> list[float]:
     """Return a setting's numbers, or raise ``ConfigError``."""
     if isinstance(values, Iterable) and not isinstance(values, str):
         values = list(values)
         if all(map(is_number, values)):
             return [float(v) for v in values]
     raise ConfigError(key, values, "a list of numbers such as [100,200]")
-
-
-def _make(folder: Path) -> None:
-    """Raise ``ConfigError`` if ``folder`` is not a writable folder."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "index.html").touch()
-    except OSError as error:
-        raise ConfigError("out", folder, f"a folder that can be written ({error.strerror})") from error
 
 
 def _figures(folder: Path) -> list[str]:

@@ -13,19 +13,19 @@ from pql.contract.env import EnvSpec, VecEnv
 from pql.engine.executors import Executor, Inline, Threads
 from pql.engine.graph import Capture
 from pql.engine.placement import (
+    Machine,
     keep_freed_memory,
+    machine_of,
     make_executor,
     make_inline,
     set_precision,
-    thread_counts,
-    worker_devices,
 )
 from pql.engine.schedule import Concurrent, Counts, Lockstep, Schedule, Trace
 from pql.engine.worker import LearnerJob, WeightSlot, Worker
 from pql.errors import ConfigError
-from pql.run.components import Parts, Replica
-from pql.run.replicas import Replicas, replica_names, replica_shares
-from pql.run.task import build_env, check_groups, describe_env, telling
+from pql.run.components import Parts
+from pql.run.environment import build_env, check_groups, describe_env, with_last_action
+from pql.run.replicas import ReplicatedRun, replica_names, replica_shares
 
 
 def build(
@@ -40,31 +40,31 @@ def build(
         ConfigError: incompatible settings, before the simulator starts if its spec is available without it.
     """
     family = family_of(config)
-    env = None if env is None else telling(config, env)
+    env = None if env is None else with_last_action(config, env)
     each = replica_shares(config)
-    learners = config.algo.learners
-    devices = [worker_devices(share, learners) for share in each]
+    machines = [machine_of(share) for share in each]
     set_precision(config.placement)
     keep_freed_memory()
     counts = family.counts(config)
-    home, together = devices[0][learners[0]], all(d == devices[0] for d in devices)
-    spec = env.spec if env is not None else describe_env(config if together else each[0], devices[0]["collector"])
+    first = machines[0]
+    home, together = first.devices[config.algo.learners[0]], all(m.devices == first.devices for m in machines)
+    spec = env.spec if env is not None else describe_env(config if together else each[0], first)
     rows = 0 if spec is None else _check(config, spec, counts, home, env)
     with ExitStack() as opened:  # closes started environments if a later step fails
-        replicas: list[Replica] = []
-        for share, places in zip(each, devices, strict=True):
+        replicas: list[Parts] = []
+        for share, machine in zip(each, machines, strict=True):
             check = partial(_check, share, counts=counts, home=home, env=None)
-            started = env if env is not None else build_env(share, approve=check)
+            started = env if env is not None else build_env(share, machine=machine, approve=check)
             if env is None:
                 opened.callback(started.close)
             rows = rows or _check(share, started.spec, counts, home, env)
-            setup = Setup(share, started, counts, rows, places, capture=cast(Capture, config.graphs))
-            replicas.append(_assemble(setup, family.wire(setup), trace, executor))
-        schedule = replicas[0].schedule
+            setup = Setup(share, started, counts, rows, machine.devices, capture=cast(Capture, config.graphs))
+            replicas.append(_assemble(setup, family.wire(setup), machine, trace, executor))
+        parts = replicas[0]
         if config.algo.schedule == "replicas":
-            schedule = Replicas(config, replicas, make_crew(config))
+            parts = ReplicatedRun.of(config, replicas, make_crew(config))
         opened.pop_all()
-    return Parts(config, counts, replicas, schedule)
+    return parts
 
 
 def _check(config: Config, spec: EnvSpec, counts: Counts, home: torch.device, env: VecEnv | None) -> int:
@@ -91,25 +91,21 @@ def make_crew(config: Config) -> Threads | Inline:
     return Threads(replica_names(config.replicas), place.watchdog_seconds, place.start_seconds)
 
 
-def _assemble(setup: Setup, wiring: Wiring, trace: Trace | None, executor: Executor | None) -> Replica:
+def _assemble(setup: Setup, wiring: Wiring, machine: Machine, trace: Trace | None, executor: Executor | None) -> Parts:
     """Create slots, jobs, workers and the schedule for a family's wiring."""
     config, counts, devices = setup.config, setup.counts, setup.devices
     collector, kind = wiring.collector, config.algo.schedule
-    collector.overlap = config.placement.overlap
+    collector.stepper.overlap = config.placement.overlap
     learners = {one.name: one for one in wiring.learners}
     # Learners first: their work is on the GPU's queue before a simulator blocks the host.
     exchanged = {w: (one.pulls, one.publishes) for w, one in learners.items()}
     exchanged["collector"] = (wiring.pulls, wiring.publishes)
-    lag = {"policy": getattr(config.algo, "policy_lag", 0)}
     slots = {
-        name: WeightSlot(name, source, lag.get(name, 0))
-        for _, publishes in exchanged.values()
-        for name, source in publishes.items()
+        name: WeightSlot(name, source) for _, publishes in exchanged.values() for name, source in publishes.items()
     }
     rounds = 1 if kind == "concurrent" else counts.rounds
     capture: Capture = "off" if kind == "replicas" else setup.capture  # replicas take locks, which cannot be captured
     jobs = {w: LearnerJob(learners[w], counts.updates[w] // rounds, devices[w], capture) for w in learners}
-    threads = thread_counts(config)
     workers = {
         w: Worker(
             w,
@@ -117,7 +113,7 @@ def _assemble(setup: Setup, wiring: Wiring, trace: Trace | None, executor: Execu
             devices[w],
             [(slots[s], t) for s, t in pulls.items()],
             [slots[s] for s in publishes],
-            threads[w],
+            machine.threads[w],
             trace,
         )
         for w, (pulls, publishes) in exchanged.items()
@@ -130,7 +126,8 @@ def _assemble(setup: Setup, wiring: Wiring, trace: Trace | None, executor: Execu
     else:
         alone = Inline() if kind == "replicas" else make_inline(config.placement)  # replicas have their own executor
         schedule = Lockstep(workers, counts, executor or alone, collector.behind_target)
-    return Replica(config, setup.env, collector, learners, jobs, wiring.gauges, slots, workers, schedule, wiring.policy)
+    own = (collector, learners, jobs, wiring.gauges, slots, workers, schedule, wiring.policy)
+    return Parts(config, machine, counts, setup.env, *own)
 
 
 def make_policy(config: Config, spec: EnvSpec) -> nn.Module:

@@ -39,14 +39,13 @@ def dumping(run_dir: Path, parts: "Parts", rank: int = 0) -> Iterator[None]:
     try:
         yield
     except RunError as error:
-        ended = [one for one in parts.replicas if one.collector.quarantine.over]
-        if not ended:
+        if (ended := parts.broken()) is None:
             raise
         place = f"-rank{rank}" if rank else ""
         path = run_dir / "dumps" / f"steps-{parts.env_steps:012d}{place}"
         try:
-            with watching(f"writing {path}", start_limit(ended[0].config.placement)):
-                dump(path, ended[0].config, ended[0].collector, parts.counters())
+            with watching(f"writing {path}", start_limit(ended.config.placement)):
+                dump(path, ended.config, ended.collector, parts.counters())
         except OSError as failed:
             raise RunError(f"{error} (no dump: {failed})") from error
         raise RunError(f"{error}; what led to it: {path}") from error
@@ -62,9 +61,9 @@ def dump(path: Path, config: Config, collector: "Collector", counters: dict[str,
 
     if collector.device.type == "cuda":  # the run is over: a host sync is harmless
         torch.cuda.synchronize(collector.device)
-    returned = {str(i): lane.returned() for i, lane in enumerate(collector.lanes)}
+    returned = {str(i): one.returned() for i, one in enumerate(collector.slices)}
     tree = {
-        **collector.box.state_dict(),
+        **collector.recorder.state_dict(),
         "returned": returned,
         "gen": collector.gen.get_state(),
         "last": {"obs": collector.obs, "action": collector.actor.action},
@@ -85,7 +84,7 @@ def replay(path: str | Path, env: VecEnv | None = None, trust: bool = False) -> 
     Raises:
         ConfigError: no such dump, or its simulator cannot restore a state.
     """
-    from pql.run.task import build_env
+    from pql.run.environment import build_env
 
     found, manifest = checkpoint.load(expanded("dump", path), ("dump",))
     config = from_dict(manifest["config"])

@@ -20,7 +20,7 @@ from pql.contract.optional import Renderable, Viewable, supports
 from pql.contract.rules import check_answer
 from pql.engine.placement import set_precision
 from pql.engine.watchdog import Timed, guarded
-from pql.errors import ConfigError
+from pql.errors import ConfigError, writing
 from pql.run.policy import Stored, open_stored
 from pql.run.store import checkpoint
 
@@ -218,11 +218,9 @@ def check_video_packages(
 def _aside(file: Path) -> Iterator[Path]:
     """Yield a temporary path; the file is renamed once it is complete."""
     temporary = file.with_name(f".writing-{file.name}")
-    try:
+    with writing("out", file, "file"):
         file.parent.mkdir(parents=True, exist_ok=True)
         temporary.touch()
-    except OSError as error:
-        raise ConfigError("out", file, f"a file that can be written ({error})") from error
     try:
         yield temporary
         temporary.replace(file)

@@ -29,8 +29,8 @@ from pql.nets.mlp import groups_read
 from pql.run.base_policy import BasePolicy
 from pql.run.build import make_policy
 from pql.run.components import Parts
+from pql.run.environment import build_env
 from pql.run.store import checkpoint
-from pql.run.task import build_env
 from pql.types import Obs
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def fresh_policy(config: Config, spec: EnvSpec, device: str | torch.device) -> P
 
 def snapshot(parts: Parts) -> dict[str, Any]:
     """Return the current policy of a run as a ``Policy.state_dict`` (without copying the tensors)."""
-    return {"policy": parts.first.policy.state_dict(), "norm": parts.first.collector.normalizer.state_dict()}
+    return {"policy": parts.policy.state_dict(), "norm": parts.collector.normalizer.state_dict()}
 
 
 def load_policy(path: str | Path, device: str | torch.device = "cpu", trust: bool = False) -> "Policy | ExportedPolicy":
@@ -94,10 +94,10 @@ def load_policy(path: str | Path, device: str | torch.device = "cpu", trust: boo
     The policy includes the normaliser. Actions are in [-1, 1], as all environments of this library expect.
 
     Args:
-        trust: accept networks that are neither built in nor registered (``docs/security.md``).
+        trust: accept networks that are neither built in nor registered, and a ``.pt2`` (``docs/security.md``).
     Raises:
-        ConfigError: no such file, a damaged one, one that names untrusted code, or an export whose package is not
-            installed.
+        ConfigError: no such file, a damaged one, one that names or holds untrusted code, or an export whose package is
+            not installed.
     """
     return _open(path, device, trust).policy
 
@@ -229,38 +229,38 @@ def init_from(parts: Parts, source: Path) -> None:
         tensors, manifest, _ = checkpoint.find(source, POLICIES, whole=True)
     except ConfigError as error:
         raise ConfigError("init_from", source, error.allowed) from error
-    spec, old = spec_to_dict(parts.first.env.spec), manifest["spec"]
+    spec, old = spec_to_dict(parts.env.spec), manifest["spec"]
     for what in ("obs", "action"):
         if spec[what] != old[what]:
             raise ConfigError("init_from", source, f"a run with this task's {what} ({spec[what]}, not {old[what]})")
     resume = manifest["kind"] == "resume"
-    if not resume and getattr(parts.first.policy, "borrowed", []):
+    if not resume and getattr(parts.policy, "borrowed", []):
         wanted = "a run with a resume point: its critics have the encoder of the policy (algo.policy.encoder=critic)"
         raise ConfigError("init_from", source, wanted)
     saved = dict(leaves(from_dict(manifest["config"])))
     same = deciding(parts.config, resume or not reads(parts.config, "algo.policy.hidden"))
-    if all(s.dtype.is_floating_point for s in parts.first.env.spec.obs.values()):
+    if all(s.dtype.is_floating_point for s in parts.env.spec.obs.values()):
         same.pop("algo.normalize_integers", None)
     mine = dict(leaves(parts.config))
     for name, value in {**same, **{n: mine[n] for n in NETWORKS if n in mine}}.items():
         if value != saved.get(name, value):
             raise ConfigError(name, value, f"{show(saved[name])}, as in init_from={source}")
     policy = policy_of(tensors, manifest, "cpu", given=NETWORKS).state_dict()["policy"]  # which are this run's
-    parts.first.policy.load_state_dict(policy)
-    for worker, learner in parts.first.learners.items():
+    parts.policy.load_state_dict(policy)
+    for worker, learner in parts.learners.items():
         networks = networks_of(learner.state)
         for name, flat in networks.items():
             prefix = f"learners/{worker}/state/{name}"
             if any(k.startswith(f"{prefix}/") for k in tensors):
                 flat.load_state_dict(checkpoint.unflatten(tensors, flat.state_dict(), prefix))
-            elif name in ("policy", "target") and parts.first.policy in networks.values():  # of the evaluated network
+            elif name in ("policy", "target") and parts.policy in networks.values():  # of the evaluated network
                 flat.load_state_dict(policy)
-    norm = parts.first.collector.normalizer.state_dict()
+    norm = parts.collector.normalizer.state_dict()
     prefix = "collector/normalizer" if resume else "norm"
     # Observation statistics only: the reward scale belongs to this run.
     known = [k for k in norm if k.startswith(("moments.", "scale_", "shift_")) and f"{prefix}/{k}" in tensors]
     seen = {k: norm[k] for k in known}
-    parts.first.collector.normalizer.load_state_dict(norm | checkpoint.unflatten(tensors, seen, prefix))
+    parts.collector.normalizer.load_state_dict(norm | checkpoint.unflatten(tensors, seen, prefix))
 
 
 def deciding(config: Config, critic: bool) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from pql.engine import deadlines
 from pql.engine.collectives import ALONE, Group, Order, PeerError, explained
 from pql.engine.flat import Flat
 from pql.engine.optim import Optimizer
-from pql.engine.placement import available_cores, thread_counts
+from pql.engine.placement import available_cores, machine_of
 from pql.engine.world import World, end_with_parent, world
 from pql.errors import ConfigError, HungError, PqlError, RunError, first_line, show
 from pql.run.components import Parts
@@ -77,7 +77,7 @@ def share_of(config: Config, place: World) -> Config:
     own |= {one.name: max(1, one.value // place.size) for one in shared if one.value is not None}
     own["device"] = own_device("device", config.device, place)
     own |= {name: own_device(name, flat[name], place) for name in PLACES if flat[name] is not None}
-    threads = thread_counts(config, max(1, available_cores() // place.local_size))
+    threads = machine_of(config, max(1, available_cores() // place.local_size)).threads
     own |= {f"placement.threads.{k}": threads[k] for k in ("collector", "v", "p", "simulator")}
     kinds = {own["device"].partition(":")[0], *(own[name].partition(":")[0] for name in PLACES if name in own)}
     own["placement.executor"] = own_executor(config, kinds)
@@ -151,15 +151,15 @@ class Ranks:
             return
         self.barrier()  # simulators may start slowly; after this, ranks do not wait for each other
         order, limit = Order(), timedelta(seconds=self.share.placement.watchdog_seconds)
-        for name, worker in sorted(parts.first.workers.items()):  # in the same order on all ranks
+        for name, worker in sorted(parts.workers.items()):  # in the same order on all ranks
             cuda = worker.device.type == "cuda"
             if cuda:
                 torch.cuda.set_device(worker.device)
             handle = dist.new_group(backend="nccl" if cuda else "gloo", timeout=limit)
             self.groups[name] = Group(handle, order if cuda else None)
-        for name, job in parts.first.jobs.items():
+        for name, job in parts.jobs.items():
             job.connect(self.groups[name])
-        parts.first.collector.normalizer.connect(self.groups["collector"])
+        parts.collector.normalizer.connect(self.groups["collector"])
 
     def group(self, worker: str) -> Group:
         """Return the process group of a worker, by its kind."""
@@ -167,7 +167,7 @@ class Ranks:
 
     def spread(self, parts: Parts) -> None:
         """Copy the networks of rank 0 to all ranks."""
-        for name, job in parts.first.jobs.items() if self.size > 1 else ():
+        for name, job in parts.jobs.items() if self.size > 1 else ():
             for tensor in _networks(job.learner.state):
                 self.groups[name].broadcast_(tensor)
 
@@ -175,9 +175,8 @@ class Ranks:
         """Raise ``RunError`` if weights or statistics of this rank differ from rank 0's in any bit."""
         if self.size == 1:
             return
-        first = parts.first
-        mine = {f"{n}/{k}": _digest(v) for n, one in first.learners.items() for k, v in _trained(one.state).items()}
-        mine |= {f"statistics/{i}": _digest(v) for i, v in enumerate(first.collector.normalizer.frozen())}
+        mine = {f"{n}/{k}": _digest(v) for n, one in parts.learners.items() for k, v in _trained(one.state).items()}
+        mine |= {f"statistics/{i}": _digest(v) for i, v in enumerate(parts.collector.normalizer.frozen())}
         for rank, other in enumerate(self.every(mine)):
             if wrong := [k for k, v in mine.items() if other[k] != v]:
                 raise RunError(f"rank {self.rank} and rank {rank} have drifted apart: {wrong[0]} differs")

@@ -17,22 +17,24 @@ Source: Stooke & Abbeel 2018; there, replicas are processes.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pql.algos.registry import own_seed
 from pql.config import Config, PpoConfig
 from pql.config.families import own
 from pql.data.normalize import merge_moments, share_largest_return
 from pql.engine.central import Central, CentralOptimizer, ReplicaStopped, Turns
+from pql.engine.collectives import ALONE, Group
 from pql.engine.executors import Inline, Job, Threads
 from pql.engine.placement import replica_devices
-from pql.run.components import Replica
+from pql.run.components import Parts, check_replicas, drain_all
 
 
 def replica_shares(config: Config) -> list[Config]:
@@ -47,7 +49,7 @@ def replica_shares(config: Config) -> list[Config]:
 class Member:
     """A replica with its index. The optimiser of its learner is replaced by one that steps the central parameters."""
 
-    def __init__(self, number: int, replica: Replica, central: Central, turns: Turns | None):
+    def __init__(self, number: int, replica: Parts, central: Central, turns: Turns | None):
         (learner,) = replica.learners.values()
         state: Any = learner.state
         self.replica, self.learner = replica, learner
@@ -95,7 +97,7 @@ class Replicas:
         reproducible: the same seed gives the same bits.
     """
 
-    def __init__(self, config: Config, replicas: Sequence[Replica], executor: Threads | Inline):
+    def __init__(self, config: Config, replicas: Sequence[Parts], executor: Threads | Inline):
         central, count = own(config, PpoConfig).central, len(replicas)
         self.executor, self.each = executor, central.ticks
         known = replica_names(count)
@@ -169,3 +171,90 @@ class Replicas:
             "lag/policy_max": max(lags, default=0),
             "schedule/reproducible": float(self.reproducible),
         }
+
+
+@dataclass
+class ReplicatedRun(Parts):
+    """Several replicas as one run. Between ticks all have the same parameters and statistics.
+
+    Attributes:
+        replicas: complete learners. What :class:`Parts` has once (environment, policy, learners, ...) is the first's,
+            which stands for all; methods act on all.
+    """
+
+    replicas: list[Parts]
+
+    @classmethod
+    def of(cls, config: Config, replicas: list[Parts], executor: Threads | Inline) -> "ReplicatedRun":
+        whole = {"config": config, "schedule": Replicas(config, replicas, executor)}
+        return cls(**{f.name: getattr(replicas[0], f.name) for f in fields(Parts)} | whole, replicas=replicas)
+
+    def prepare(self) -> None:
+        for one in self.replicas:
+            one.prepare()
+
+    def preparation(self) -> str:
+        return next((text for one in self.replicas if (text := one.preparation())), "")
+
+    def start(self, resumed_at: int = 0) -> None:
+        """Reset the simulators, each with its own seed."""
+        for one in self.replicas:
+            one.start(resumed_at)
+
+    def warm_up(self, steps: int, going: Callable[[], bool] = lambda: True) -> bool:
+        done = [one.warm_up(steps, going) for one in self.replicas]
+        return all(done)
+
+    def begin_learners(self) -> None:
+        for one in self.replicas:
+            one.begin_learners()
+
+    def check_environments(self) -> None:
+        for one in self.replicas:
+            one.check_environments()
+
+    def broken(self) -> Parts | None:
+        return next((one for one in self.replicas if one.broken()), None)
+
+    def close_envs(self) -> None:
+        for one in self.replicas:
+            one.close_envs()
+
+    @property
+    def steps(self) -> float:
+        return sum(one.steps for one in self.replicas) / len(self.replicas)
+
+    @property
+    def env_steps(self) -> int:
+        return sum(one.env_steps for one in self.replicas)
+
+    def updates(self) -> dict[str, int]:
+        return {k: sum(one.updates()[k] for one in self.replicas) for k in ("v", "p")}
+
+    def busy(self) -> dict[str, float]:
+        return {k: sum(one.busy()[k] for one in self.replicas) / len(self.replicas) for k in self.workers}
+
+    def totals(self) -> dict[str, float]:
+        return super().totals() | {"updates": sum(one.totals()["updates"] for one in self.replicas)}
+
+    def drain(self, group: Callable[[str], Group] = lambda worker: ALONE) -> dict[str, Tensor]:
+        return drain_all(self.replicas, group)
+
+    def own_counters(self) -> dict[str, int]:
+        each = enumerate(one.own_counters() for one in self.replicas)
+        return {f"{k}.{i}" if i else k: v for i, counters in each for k, v in counters.items()}
+
+    def load_counters(self, counters: dict[str, float]) -> None:
+        check_replicas(counters, len(self.replicas))
+        for i, one in enumerate(self.replicas):
+            one.load_counters({k: counters[f"{k}.{i}" if i else k] for k in one.own_counters()})
+
+    def state_dict(self) -> dict[str, Any]:
+        first, *others = (one.state_dict() for one in self.replicas)
+        return {**first, "replicas": others}
+
+    def load_state_dict(self, state: dict[str, Any], ticks: int | None = None) -> None:
+        for one, saved in zip(self.replicas, [state, *state["replicas"]], strict=True):
+            one.load_state_dict(saved)
+        if ticks is not None:
+            self.begin(ticks)

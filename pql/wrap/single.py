@@ -11,7 +11,7 @@ from pql.config import Config
 from pql.contract.env import find_factory
 from pql.contract.optional import Renderable, supports
 from pql.errors import ConfigError
-from pql.run.task import build_env, task_kwargs
+from pql.run.environment import build_env, task_kwargs
 from pql.types import Obs
 from pql.wrap.rows import SameStep, clamped, to_device, to_host
 from pql.wrap.to_gymnasium import action_space, box

@@ -10,7 +10,7 @@ from torch import Tensor
 from pql.contract.env import Box, VecEnv
 from pql.contract.optional import PartialReset, supports
 from pql.errors import ConfigError
-from pql.run.evaluation import LONGEST
+from pql.run.episodes import LONGEST
 from pql.types import Obs
 from pql.wrap.rows import SameStep
 

@@ -579,7 +579,7 @@ def test_an_update_touches_its_state_only(name):
 )
 def test_a_tasks_reward_scale_does_not_shrink_normalised_rewards(settings, expected):
     parts = start(small_config(task={"reward_scale": 0.1}, algo={**settings, "reward_scale": 3.0}), Inline())
-    assert parts.first.collector.normalizer.base_scale == pytest.approx(expected)
+    assert parts.collector.normalizer.base_scale == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -590,7 +590,7 @@ def test_the_cap_on_the_largest_return_applies_to_other_families(task, algo):
     words = ["algo.normalize_reward=true", "algo.return_cap=0.5", "algo.reward_scale=3.0", "num_envs=8", "seed=1"]
     words.append("task.reward_scale=0.1")
     config = compose([f"task={task}", f"algo={algo}", "scale=cpu", "device=cpu", *words])
-    norm = go_on(start(config, Inline()), 2).first.collector.normalizer
+    norm = go_on(start(config, Inline()), 2).collector.normalizer
     deviation, largest = float(norm.returns.variance().sqrt()), float(norm.largest_return)
     assert largest > 0.5 * deviation  # the cap, not the deviation, gives the scale
     assert float(norm.reward_scale) == pytest.approx(3.0 * 0.1 * 0.5 / largest)

@@ -32,7 +32,7 @@ def test_catch_is_solved_from_pixels(algo, learns):
 def catch(algo, seed):
     parts = start(compose(["device=cpu", "task=catch", f"algo={algo}", f"seed={seed}"]), Inline())
     assert score(parts, 256) < 0
-    ticks = parts.config.budget.env_steps // (parts.counts.horizon * parts.first.env.spec.num_envs)
+    ticks = parts.config.budget.env_steps // (parts.counts.horizon * parts.env.spec.num_envs)
     reached = train_until(parts, 0.85, ticks, lambda: score(parts, 256))
     parts.schedule.executor.close()
     return reached
@@ -99,6 +99,6 @@ def error_of_values(variant, seed):
     for _ in range(150):
         parts.schedule.tick()
     left = torch.arange(1.0, 7).unsqueeze(1)
-    values = parts.first.policy.module.values({"policy": torch.cat((left / 6, 1 - left / 6), 1)}).mean(1)
-    assert parts.first.gauges["replay/bootstrap_lost"] == 0
+    values = parts.policy.module.values({"policy": torch.cat((left / 6, 1 - left / 6), 1)}).mean(1)
+    assert parts.gauges["replay/bootstrap_lost"] == 0
     return (values - torch.tensor([(1 - 0.9**k) / 0.1 for k in range(1, 7)])).abs().max().item()

@@ -53,7 +53,7 @@ def test_random_delays_between_workers_change_nothing(trial):
     config, gen = replace(config_of(VARIANTS["lstm"]), seed=trial), Generator().manual_seed(trial)
     reference = bits(ticks(start(config, Inline()), 20))
     parts = start(config, Threads(ORDERS[0]))
-    for worker in parts.first.workers.values():
+    for worker in parts.workers.values():
         worker.job = partial(late, worker.job, iter((torch.rand(20, generator=gen) * 0.004).tolist()))
     assert differences(reference, bits(ticks(parts, 20))) == []
     parts.schedule.executor.close()
@@ -64,7 +64,7 @@ def test_the_learner_reads_the_rollout_of_the_tick_before(variant, monkeypatch):
     """Although the collector has by then filled the other half."""
     config = replace(config_of(VARIANTS[variant]), graphs="off")
     parts = ticks(start(config, Inline(ORDERS[0])), 3)
-    rollout, module = parts.first.collector.stores[0], ppo if variant == "appo" else impala
+    rollout, module = parts.collector.stores[0], ppo if variant == "appo" else impala
     begin_tick, seen = module.begin_ppo_tick, []
 
     def spy(state, segment, settings):
@@ -88,30 +88,22 @@ def test_streams_order_every_cross_worker_read():
     assert check_order(trace.events) == 2 * 7  # policy and rollout
 
 
-@pytest.mark.parametrize(
-    ("changes", "lag"),
-    [
-        ({}, 1),
-        ({"schedule": "lockstep"}, 0),
-        ({"policy_lag": 3}, 4),
-        ({"policy_lag": 8, "schedule": "lockstep"}, 8),
-    ],
-)
+@pytest.mark.parametrize(("schedule", "lag"), [("concurrent", 1), ("lockstep", 0)])
 @pytest.mark.fault(25)
-def test_ratios_and_lags_are_exact_at_every_tick(changes, lag):
-    parts = start(config_of({"algo": changes}), Inline())
-    begun = parts.first.collector.steps
-    assert begun == 4 + (0 if changes.get("schedule") else 6)  # one rollout before the first tick
+def test_ratios_and_lags_are_exact_at_every_tick(schedule, lag):
+    parts = start(config_of({"algo": {"schedule": schedule}}), Inline())
+    begun = parts.collector.steps
+    assert begun == 4 + 6 * lag  # one rollout before the first tick
     for tick in range(1, 14):
-        before = parts.first.collector.stores[0].segment().version.clone()
+        before = parts.collector.stores[0].segment().version.clone()
         parts.schedule.tick()
-        assert parts.first.collector.steps - begun == 6 * tick
-        assert parts.first.jobs["learner"].updates == tick
-        assert parts.schedule.lag == min(lag, tick if lag and not changes.get("schedule") else tick - 1)
-        metrics = parts.first.jobs["learner"].metrics.drain()
+        assert parts.collector.steps - begun == 6 * tick
+        assert parts.jobs["learner"].updates == tick
+        assert parts.schedule.lag == lag
+        metrics = parts.jobs["learner"].metrics.drain()
         assert metrics["lag/rows_mean"] == metrics["lag/rows_max"] == min(lag, tick - 1)
-        acted = parts.first.collector.stores[0].segment().version
-        assert (acted == max(0, tick - 1 - changes.get("policy_lag", 0))).all()
+        acted = parts.collector.stores[0].segment().version
+        assert (acted == tick - 1).all()
         assert lag == 0 or tick == 1 or (acted >= before).all()
 
 
@@ -119,8 +111,8 @@ def test_ratios_and_lags_are_exact_at_every_tick(changes, lag):
 def test_rows_of_different_lags_are_told_apart():
     """An environment that acted long ago keeps the version it acted with: the mean is over rows, the largest its."""
     parts = ticks(start(config_of({"algo": {"schedule": "lockstep"}}), Inline()), 5)
-    parts.first.workers["collector"].run(6)
-    rollout, learner = parts.first.collector.stores[0], parts.first.learners["learner"]
+    parts.workers["collector"].run(6)
+    rollout, learner = parts.collector.stores[0], parts.learners["learner"]
     rollout.version[:3, 1] = 1
     (batch,) = learner.draw(1, learner.gen)
     out = impala.impala_update(learner.state, batch, learner.settings, learner.gen)
@@ -134,8 +126,8 @@ def test_rows_of_different_lags_are_told_apart():
 def fresh(*changes):
     """A learner and the minibatch of its first tick, under lockstep."""
     parts = start(config_of({"algo": {"schedule": "lockstep"}}, *changes), Inline())
-    parts.first.workers["collector"].run(6)
-    learner = parts.first.learners["learner"]
+    parts.workers["collector"].run(6)
+    learner = parts.learners["learner"]
     return learner, next(iter(learner.draw(1, learner.gen)))
 
 
@@ -193,8 +185,8 @@ def test_on_policy_it_is_a2c(variant, correction):
     }
     algo = {"family": "ppo", "schedule": "lockstep", **a2c, "policy": {"grad_clip": None}}
     parts = start(config_of({"algo": algo}), Inline())
-    parts.first.workers["collector"].run(6)
-    other = parts.first.learners["learner"]
+    parts.workers["collector"].run(6)
+    other = parts.learners["learner"]
     (rows_,) = other.draw(1, other.gen)
     ppo.ppo_update(other.state, rows_, other.settings, other.gen)
     torch.testing.assert_close(mine, other.state.optimizer.flat.data.grad, rtol=1e-3, atol=1e-6)
@@ -239,7 +231,7 @@ def test_rows_that_do_not_count_change_nothing(appo):
     config = replace(config, task=replace(config.task, name="counter", kwargs=kwargs))
     one, two = (learned_with(config, 6, reward=junk, version=version) for junk, version in ((77.0, -5), (0.0, 0)))
     assert differences(learners(bits(one)), learners(bits(two))) == []
-    assert one.first.jobs["learner"].metrics.drain()["lag/rows_max"] == 0
+    assert one.jobs["learner"].metrics.drain()["lag/rows_max"] == 0
 
 
 @pytest.mark.parametrize("lstm", [None, 8])
@@ -251,8 +243,8 @@ def test_appo_on_policy_is_ppo(lstm):
     ]
     batches = []
     for parts in runs:
-        parts.first.workers["collector"].run(6)
-        learner = parts.first.learners["learner"]
+        parts.workers["collector"].run(6)
+        learner = parts.learners["learner"]
         batches.append(list(learner.draw(4, learner.gen)))
     for mine, theirs in zip(*batches, strict=True):
         for name in ("advantage", "target", "log_prob", "params", "value", "mask"):
@@ -262,8 +254,8 @@ def test_appo_on_policy_is_ppo(lstm):
 
 def test_appo_clips_around_the_policy_that_the_tick_began_with():
     parts = ticks(start(config_of(VARIANTS["appo"]), Inline()), 4)
-    learner, view = parts.first.learners["learner"], parts.first.workers["learner"].pulls[0][1]
-    parts.first.slots["rollout"].pull(view, parts.schedule.ticks)
+    learner, view = parts.learners["learner"], parts.workers["learner"].pulls[0][1]
+    parts.slots["rollout"].pull(view, parts.schedule.ticks)
     batch = next(iter(learner.draw(4, learner.gen)))
     with torch.no_grad():
         params, _ = ppo.evaluate_minibatch(learner.state.net, batch)
@@ -295,7 +287,6 @@ LSTM = ("algo.lstm=8", "algo.shared=true")
 CASES = {
     "impala": IMPALA,
     "lstm, filler rows": (*IMPALA, *LSTM, "task=counter", "algo.minibatches=2"),
-    "late weights": (*IMPALA, "algo.policy_lag=3"),
     "lockstep": (*IMPALA, "algo.schedule=lockstep"),
     "appo": ("algo=appo", "algo.horizon=4", "algo.epochs=1", "algo.minibatches=1"),
 }
@@ -309,7 +300,7 @@ def run(run_dir, *more):
 
 
 @pytest.mark.fault(14, form=lambda given: "appo" if "algo=appo" in given["case"] else "impala", count=10)
-@some_of(CASES, keep=["lstm, filler rows", "late weights", "appo"], name="case")
+@some_of(CASES, keep=["lstm, filler rows", "appo"], name="case")
 def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, case, trial):
     seed = f"seed={trial}"
     ahead = 0 if "algo.schedule=lockstep" in case else 4
@@ -321,11 +312,10 @@ def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, case, tri
     assert differences(one, two) == []
     assert one["learners/learner/state/progress/ticks"] == 10
     assert any(k.startswith("collector/replay/0/obs/") for k in one) == bool(ahead)
-    assert any(k.startswith("slots/") for k in one) == ("algo.policy_lag=3" in case)
     last = [row for row in rows(tmp_path / "whole") if "updates/v" in row][-1]
     parts = 2 if "algo.minibatches=2" in case else 1
     assert (last["ratio/v_per_step"], last["ratio/p_per_v"]) == (parts / 4, 1)
-    assert last["lag/policy_ticks"] == (4 if "algo.policy_lag=3" in case else 1 if ahead else 0)
+    assert last["lag/policy_ticks"] == (1 if ahead else 0)
     assert {"loss/policy", "loss/critic", "policy/entropy", "policy/kl", "lag/rows_mean", "lag/rows_max"} <= {*last}
     assert whole.updates_v == whole.updates_p == 10 * parts
 
@@ -368,8 +358,8 @@ def test_the_command_line_trains_evaluates_and_hands_out_a_policy(tmp_path, caps
             "algo.schedule=replicas: expected concurrent or lockstep with algo=impala; only ppo can",
         ),
         (
-            ("algo=pql", "task=pendulum", "algo.policy_lag=2"),
-            "algo.policy_lag=2: expected no such setting: algo=pql does not read it; ppo, impala would",
+            ("algo=pql", "task=pendulum", "algo.init_std=2"),
+            "algo.init_std=2: expected no such setting: algo=pql does not read it; ppo, impala would",
         ),
         (
             ("algo=impala", "algo.critic.lr=1e-3"),

@@ -18,7 +18,7 @@ def test_balls_are_caught_from_pixels_with_the_preset(name, count, learns):
 
 def catch(name, count, seed):
     parts = start(compose([*ONE, f"algo={name}", "task=catch", f"seed={seed}"]), Inline())
-    assert parts.first.learners["learner"].state.net.value.body is None  # one network for both
+    assert parts.learners["learner"].state.net.value.body is None  # one network for both
     assert score(parts, 256) < -0.2  # untrained
     reached = train_until(parts, 0.8, count, lambda: score(parts, 256))
     assert parts.schedule.lag == 1

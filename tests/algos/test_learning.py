@@ -37,18 +37,16 @@ def test_the_critic_converges_to_the_regulators_closed_form(schedule, learns):
 def closeness_to_the_closed_form(schedule, seed):
     config = small_config(**{**LQR_RUN, "algo": {**LQR_RUN["algo"], "schedule": schedule}, "seed": seed})
     parts = start(config, Inline())
-    env = parts.first.env
+    env = parts.env
     assert isinstance(env, LQR)
 
     def closeness():
         """1 less the critic's relative error, on what the replay holds."""
-        ring = parts.first.collector.replays[0]
+        ring = parts.collector.replays[0]
         batch = ring.sample(ring.live, 4096, 1, 0.9, torch.Generator().manual_seed(0))
         truth = env.q_value(batch.obs["policy"], batch.action, gamma=0.9).float()
         with torch.no_grad():
-            learned = parts.first.learners["v"].state.critic.module(
-                parts.first.collector.normalizer(batch.obs), batch.action
-            )[0]
+            learned = parts.learners["v"].state.critic.module(parts.collector.normalizer(batch.obs), batch.action)[0]
         assert truth.abs().mean() > 0.1
         return 1 - ((learned - truth).norm() / truth.norm()).item()
 

@@ -15,13 +15,12 @@ from sampling import sample, some_of
 import pql
 from pql.cli.main import main
 from pql.config.compose import compose
-from pql.config.layers import Presets
 from pql.contract.env import MultiDiscrete
 from pql.engine.executors import Inline
 from pql.envs.toy import Counter
 from pql.errors import ConfigError
 from pql.run.build import build
-from pql.run.evaluation import run_episodes
+from pql.run.episodes import run_episodes
 from pql.run.policy import fresh_policy, load_policy, policy_of, snapshot
 from pql.run.session import Session
 from pql.run.store import checkpoint
@@ -164,7 +163,7 @@ def test_several_discrete_actions_resume_bit_for_bit_and_leave_with_their_start(
         forms = ("pt2", "onnx") if scale else ("pt2",)
         pql.export_policy(parts, out=tmp_path / f"{scale}", formats=forms, scale=scale, trust=True)
         for form in forms:
-            policy = load_policy(tmp_path / f"{scale}" / f"policy.{form}")
+            policy = load_policy(tmp_path / f"{scale}" / f"policy.{form}", trust=True)
             assert policy.spec.action == MultiDiscrete((3, 2), (-1, 4))
             assert torch.equal(policy(obs), live(obs))
             raw = policy._function([obs])[0]
@@ -197,8 +196,8 @@ def test_lost_final_observations_are_counted_and_filler_rows_left_out():
     config = config_of({"task": {"name": "counter", "kwargs": kwargs}, "algo": {"warmup_steps": 0}})
     parts = start(config, Inline())
     ticks(parts, 3)  # 24 rows; episodes of five and a filler row: ends on rows 5, 11, 17, 23
-    assert parts.first.gauges["rollout/bootstrap_lost"] == 4 * 8
-    assert parts.first.learners["learner"].state.returns.count == 8 * (24 - 4 - 4)
+    assert parts.gauges["rollout/bootstrap_lost"] == 4 * 8
+    assert parts.learners["learner"].state.returns.count == 8 * (24 - 4 - 4)
 
 
 def test_a_simulator_without_state_goes_on_with_an_empty_memory(monkeypatch):
@@ -208,7 +207,7 @@ def test_a_simulator_without_state_goes_on_with_an_empty_memory(monkeypatch):
     again = build(config, executor=Inline())
     again.first.collector.start(7)
     again.load_state_dict(parts.state_dict(), 3)
-    assert parts.first.collector.actor.memory.carry.abs().max() > 0
+    assert parts.collector.actor.memory.carry.abs().max() > 0
     assert again.first.collector.actor.memory.carry.abs().max() == 0
     assert bool(again.first.collector.actor.memory.fresh.all())
     again.first.workers["collector"].run(8)
@@ -226,10 +225,10 @@ def test_a_simulator_without_state_goes_on_with_an_empty_memory(monkeypatch):
 @pytest.mark.parametrize("variant", ["gaussian", "squashed", "categorical", "lstm"])
 def test_a_policy_acts_as_the_collector_would_without_noise(variant):
     parts = ticks(start(config_of(VARIANTS[variant]), Inline()), 2)
-    policy = fresh_policy(parts.config, parts.first.env.spec, "cpu")
+    policy = fresh_policy(parts.config, parts.env.spec, "cpu")
     policy.load_state_dict(snapshot(parts))
-    net, norm = parts.first.learners["learner"].state.net.policy, parts.first.collector.normalizer
-    obs = torch.randn(5, parts.first.env.spec.obs["policy"].shape[0])
+    net, norm = parts.learners["learner"].state.net.policy, parts.collector.normalizer
+    obs = torch.randn(5, parts.env.spec.obs["policy"].shape[0])
     with torch.no_grad():
         known = norm({"policy": obs})
         params = net.step(known, torch.zeros(5, 16))[0] if variant == "lstm" else net(known)
@@ -240,7 +239,7 @@ def test_a_policy_acts_as_the_collector_would_without_noise(variant):
 
 def test_a_recurrent_policy_remembers_until_it_is_reset():
     parts = ticks(start(config_of(VARIANTS["lstm"]), Inline()), 4)
-    policy = fresh_policy(parts.config, parts.first.env.spec, "cpu")
+    policy = fresh_policy(parts.config, parts.env.spec, "cpu")
     policy.load_state_dict(snapshot(parts))
     frames = torch.randn(4, 3, 3, generator=torch.Generator().manual_seed(0))
     state, explicit = policy.initial_state(3), []
@@ -261,7 +260,7 @@ def test_a_recurrent_policy_remembers_until_it_is_reset():
 
 def test_evaluation_forgets_between_episodes():
     parts = start(config_of({"task": {"name": "recall"}}, VARIANTS["lstm"]), Inline())
-    policy, env, calls = fresh_policy(parts.config, parts.first.env.spec, "cpu"), parts.first.env, []
+    policy, env, calls = fresh_policy(parts.config, parts.env.spec, "cpu"), parts.env, []
 
     def spy(mask=None, reset=policy.reset):
         calls.append(None if mask is None else bool(mask.all()))
@@ -292,7 +291,7 @@ def test_a_new_run_starts_from_old_weights(tmp_path):
         ),
         quiet=True,
     )
-    state = session.parts.first.learners["learner"].state
+    state = session.parts.learners["learner"].state
     for part in ("policy", "value", "returns"):
         mine = checkpoint.flatten(getattr(state, part).state_dict())
         assert differences(mine, {k: old[f"learners/learner/state/{part}/{k}"] for k in mine}) == []
@@ -311,12 +310,22 @@ def test_a_new_run_starts_from_old_weights(tmp_path):
 # -- presets ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scale", [s for s in Presets().names("scale") if s.startswith("ppo_")])
-def test_the_papers_settings_compose(scale):
-    config = compose(["device=cpu", "algo=ppo", f"scale={scale}"])
+@pytest.mark.parametrize(
+    ("task", "expected"),
+    [
+        ("isaac_ant", (4096, 16, 32768, 4, 0.008)),
+        ("allegro_hand", (16384, 8, 32768, 5, 0.016)),
+        ("shadow_hand", (16384, 8, 32768, 5, 0.016)),
+        ("franka_cube_stack", (8192, 32, 16384, 5, 0.008)),
+    ],
+)
+def test_the_papers_tasks_have_its_sizes_on_a_gpu(task, expected):
+    words = ["device=cpu", "scale=gpu"]
+    config = compose([*words, "algo=ppo", f"task={task}"])
     size = config.num_envs * config.algo.horizon // config.algo.minibatches
-    expected = {"ppo_ant": (4096, 16, 32768, 4), "ppo_hand": (16384, 8, 32768, 5), "ppo_franka": (8192, 32, 16384, 5)}
-    assert (config.num_envs, config.algo.horizon, size, config.algo.epochs) == expected[scale]
+    assert (config.num_envs, config.algo.horizon, size, config.algo.epochs, config.algo.kl_target) == expected
+    for more in (["algo=ppo", "scale=cpu"], ["algo=a2c"]):  # they are not for these
+        assert compose([*words, f"task={task}", *more]).algo == compose([*words, "task=ant", *more]).algo
 
 
 def test_a_scale_gives_every_algorithm_its_own_settings():
@@ -378,8 +387,8 @@ def test_a_lost_life_ends_returns_and_no_memory(lstm):
         "task.kwargs.threads=1",
     )
     parts = ticks(start(compose(words), Inline()), 1)
-    parts.first.workers["collector"].run(64)
-    rollout, learner = parts.first.collector.stores[0], parts.first.learners["learner"]
+    parts.workers["collector"].run(64)
+    rollout, learner = parts.collector.stores[0], parts.learners["learner"]
     segment, state, settings = rollout.segment(), learner.state, learner.settings
     lost = (segment.alive == 0) & ~segment.first
     assert lost.any()
@@ -405,10 +414,10 @@ def test_a_live_environment_is_trained_on(tmp_path):
 
 def test_private_weights_are_the_published_ones():
     parts = ticks(start(config_of(), Inline()), 2)
-    acting = copy.deepcopy(parts.first.collector.actor.policy.state_dict())
-    parts.first.workers["collector"].run(8)  # pulls
-    newest = parts.first.learners["learner"].state.policy.state_dict()
-    assert differences(dict(parts.first.collector.actor.policy.state_dict()), dict(newest)) == []
+    acting = copy.deepcopy(parts.collector.actor.policy.state_dict())
+    parts.workers["collector"].run(8)  # pulls
+    newest = parts.learners["learner"].state.policy.state_dict()
+    assert differences(dict(parts.collector.actor.policy.state_dict()), dict(newest)) == []
     assert differences(dict(acting), dict(newest)) != []
     assert parts.schedule.lag == 0
     assert "learners/learner/state/optimizer/lr" in bits(parts)

@@ -52,7 +52,7 @@ def trained(algo, limit, mode):
     parts.begin()
     for _ in range(4 if not replay else 12):
         parts.schedule.tick()
-    lost = next(float(v) for k, v in parts.first.gauges.items() if k.endswith("bootstrap_lost"))
+    lost = next(float(v) for k, v in parts.gauges.items() if k.endswith("bootstrap_lost"))
     state = {k: v for k, v in flatten(parts.state_dict()).items() if not k.startswith("collector/env")}
     return state, lost
 

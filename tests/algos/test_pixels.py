@@ -44,7 +44,7 @@ def weights(net):
 def test_the_policy_has_the_critics_encoder_of_the_tick_before(recipe, schedule):
     """In lockstep policies are updated after the critics, so theirs is the newest."""
     parts = start(config_of(recipe, {"schedule": schedule}), Inline())
-    first = parts.first
+    first = parts
     v, p = first.learners["v"], first.learners["p"]
     critic, policy = v.state.critic.module, first.policy.module
     before = past = weights(critic)
@@ -74,8 +74,8 @@ def acted(policy, critic, obs):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_updates_of_the_policy_leave_the_encoder_alone(recipe):
     parts = start(config_of(recipe, {"policy": {"weight_decay": 0.1, "lr": 0.01}}), Inline())
-    one = parts.first.learners["p"]
-    policy, flat = parts.first.policy.module, parts.first.policy
+    one = parts.learners["p"]
+    policy, flat = parts.policy.module, parts.policy
     shared = [*policy.encoder.parameters()]
     encoder, head = weights(policy), flat.data.detach().clone()
     assert flat.data.numel() == sum(p.numel() for p in policy.net.parameters())
@@ -101,10 +101,10 @@ def test_orthogonal_weights_are_those_of_the_encoder_too():
 
 def test_by_default_the_policy_has_an_encoder_of_its_own():
     parts = ticks(start(config_of("squint", {"policy": {"encoder": "own"}}), Inline()), 2)
-    policy, flat = parts.first.policy.module, parts.first.policy
+    policy, flat = parts.policy.module, parts.policy
     assert len(flat.tensors()) == 1
     assert flat.data.numel() == sum(p.numel() for p in policy.parameters())
-    assert not torch.equal(weights(policy), weights(parts.first.learners["p"].state.critic))
+    assert not torch.equal(weights(policy), weights(parts.learners["p"].state.critic))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -169,7 +169,7 @@ def crops(image, most):
 def test_batches_have_shifted_images_of_their_rows(worker):
     """The rows themselves are those drawn without augmentation."""
     parts = ticks(start(config_of("squint", {"encoder": {"jitter": 0.0}}), Inline()), 2)
-    moved = parts.first.learners[worker].draw
+    moved = parts.learners[worker].draw
     plain = replace(moved, augment=Augment({}, 0, 0.0))
     (a,), (b,) = (draw(1, Generator().manual_seed(5)) for draw in (plain, moved))
     assert a.obs["policy"].shape[1:] == (1, 10, 10)  # as the replay stores them
@@ -196,8 +196,8 @@ def test_value_learners_read_reduced_images_too(name, more):
     encoder = {"kind": "small", "channels": [4], "features": 6, "size": 5}
     base = {"task": {"name": "catch"}, "algo": {"family": name, "encoder": encoder, "critic": {"hidden": [8]}, **more}}
     parts = ticks(start(configured(base), Inline()), 3)
-    (ring,) = parts.first.collector.replays
-    whole = parts.first.env.spec.obs["policy"]
+    (ring,) = parts.collector.replays
+    whole = parts.env.spec.obs["policy"]
     assert whole.shape[-2:] != (5, 5)
     assert ring.obs["policy"].shape[-2:] == (5, 5)
     assert ring.obs["policy"].any()

@@ -27,8 +27,8 @@ def test_the_first_minibatch_is_on_policy(variant, limit):
     task = {"kwargs": {"max_episode_steps": limit, "stagger": True}}
     config = config_of({"task": task}, variant, {"algo": {"epochs": 1}})  # what is checked comes before a second one
     parts = ticks(start(config, Inline()), 3)
-    horizon, learner = parts.counts.horizon, parts.first.learners["learner"]
-    parts.first.workers["collector"].run(horizon)
+    horizon, learner = parts.counts.horizon, parts.learners["learner"]
+    parts.workers["collector"].run(horizon)
     state = learner.state
     (batch, *_) = learner.draw(parts.counts.updates["learner"], learner.gen)
     with torch.no_grad():
@@ -44,9 +44,9 @@ def test_the_first_minibatch_is_on_policy(variant, limit):
 @pytest.mark.parametrize("variant", ["gaussian", "lstm"])
 def test_the_check_sees_statistics_that_have_moved_on(variant):
     parts = ticks(start(config_of(VARIANTS[variant]), Inline()), 2)
-    rollout, learner = parts.first.collector.stores[0], parts.first.learners["learner"]
-    parts.first.workers["collector"].run(8)
-    for mine, newer in zip(rollout.norm.frozen(), parts.first.collector.normalizer.frozen(), strict=True):
+    rollout, learner = parts.collector.stores[0], parts.learners["learner"]
+    parts.workers["collector"].run(8)
+    for mine, newer in zip(rollout.norm.frozen(), parts.collector.normalizer.frozen(), strict=True):
         mine.copy_(newer)
     (batch, *_) = learner.draw(8, learner.gen)
     with torch.no_grad():
@@ -58,15 +58,15 @@ def test_the_check_sees_statistics_that_have_moved_on(variant):
 @pytest.mark.parametrize("squash", [False, True])
 def test_actions_are_stored_before_they_are_clamped_or_squashed(squash):
     parts = start(config_of({"algo": {"squash": squash, "init_std": 3.0}}), Inline())
-    sent, step = [], parts.first.env.step
+    sent, step = [], parts.env.step
 
     def spy(action):
         sent.append(action.clone())
         return step(action)
 
-    parts.first.env.step = spy
-    parts.first.workers["collector"].run(8)
-    raw = parts.first.collector.stores[0].action
+    parts.env.step = spy
+    parts.workers["collector"].run(8)
+    raw = parts.collector.stores[0].action
     assert raw.abs().max() > 1
     assert torch.equal(torch.stack(sent), torch.tanh(raw) if squash else raw.clamp(-1, 1))
 
@@ -103,8 +103,8 @@ def test_memories_are_carried_from_one_segment_to_the_next(value):
 def test_a_final_observation_is_valued_with_the_memory_of_its_row():
     task = {"name": "cartpole", "kwargs": {"max_episode_steps": 3}}
     parts = start(config_of({"task": task, "algo": {"lstm": 8}}), Inline())
-    parts.first.workers["collector"].run(8)
-    segment, state = parts.first.collector.stores[0].segment(), parts.first.learners["learner"].state
+    parts.workers["collector"].run(8)
+    segment, state = parts.collector.stores[0].segment(), parts.learners["learner"].state
     body, head, checked = state.net.value_body, state.net.value, 0
     values = ppo.segment_values(state, segment)
     with torch.no_grad():
@@ -176,7 +176,7 @@ def test_masked_moments():
 def test_a_whole_update_by_hand():
     """One parameter for the mean, one for the value: the loss's gradient and what is reported, from the formulas."""
     parts = start(config_of({"algo": {"entropy_coef": 0.1, "value_coef": 0.7, "lr_schedule": "fixed"}}), Inline())
-    state, settings = parts.first.learners["learner"].state, parts.first.learners["learner"].settings
+    state, settings = parts.learners["learner"].state, parts.learners["learner"].settings
     batch = ppo.Minibatch(
         obs={"policy": torch.ones(3, 3)},
         action=torch.tensor([[0.5], [-1.0], [9.0]]),
@@ -225,8 +225,8 @@ def test_rows_that_do_not_count_change_nothing():
 def test_a_policy_that_went_too_far_stays_for_the_rest_of_the_tick():
     change = {"algo": {"kl_stop": 1e-7, "lr_schedule": "fixed", "epochs": 3}}
     parts = start(config_of(change), Inline())
-    parts.first.workers["collector"].run(8)
-    learner = parts.first.learners["learner"]
+    parts.workers["collector"].run(8)
+    learner = parts.learners["learner"]
     batches = list(learner.draw(12, learner.gen))
     ppo.ppo_update(learner.state, batches[0], learner.settings, learner.gen)
     after_one = {k: v.clone() for k, v in learner.state.optimizer.state_dict().items()}
@@ -236,8 +236,8 @@ def test_a_policy_that_went_too_far_stays_for_the_rest_of_the_tick():
     assert torch.equal(weights, learner.state.optimizer.flat.data)
     assert all(torch.equal(v, after_one[k]) for k, v in learner.state.optimizer.state_dict().items())
     assert out["policy/updates_kept"] == 0
-    parts.first.slots["policy"].publish()
-    parts.first.workers["collector"].run(8)
+    parts.slots["policy"].publish()
+    parts.workers["collector"].run(8)
     ppo.ppo_update(learner.state, next(iter(learner.draw(12, learner.gen))), learner.settings, learner.gen)
     assert not torch.equal(weights, learner.state.optimizer.flat.data)  # the next tick starts afresh
 
@@ -245,7 +245,7 @@ def test_a_policy_that_went_too_far_stays_for_the_rest_of_the_tick():
 def test_learning_rate_and_clip_fall_to_zero_with_the_env_steps():
     change = {"lr_schedule": "linear", "anneal_steps": 256, "anneal_clip": True}  # four ticks of 64 steps
     parts = start(config_of({"algo": change}), Inline())
-    state, rates = parts.first.learners["learner"].state, []
+    state, rates = parts.learners["learner"].state, []
     for _ in range(6):
         before = state.optimizer.flat.data.detach().clone()
         parts.schedule.tick()
@@ -258,9 +258,9 @@ def test_learning_rate_and_clip_fall_to_zero_with_the_env_steps():
 def test_the_adaptive_rate_keeps_the_kl_near_its_target():
     parts = start(config_of({"algo": {"kl_target": 0.02}}), Inline())
     ticks(parts, 20)
-    parts.first.jobs["learner"].metrics.drain()
+    parts.jobs["learner"].metrics.drain()
     ticks(parts, 30)
-    out = parts.first.jobs["learner"].metrics.drain()
+    out = parts.jobs["learner"].metrics.drain()
     assert 0.005 < out["policy/kl"].item() < 0.04
     assert out["policy/lr"].item() != pytest.approx(1e-3, rel=0.01)
 
@@ -272,8 +272,8 @@ def test_the_adaptive_rate_keeps_the_kl_near_its_target():
 def test_bfloat16_acts_and_learns_alike(lstm):
     """A policy that acts in bfloat16 is recomputed in bfloat16: the ratio stays near 1, and weights stay float32."""
     parts = ticks(start(config_of({"algo": {"amp": True, "lstm": lstm}}), Inline()), 3)
-    parts.first.workers["collector"].run(8)
-    learner = parts.first.learners["learner"]
+    parts.workers["collector"].run(8)
+    learner = parts.learners["learner"]
     (batch, *_) = learner.draw(8, learner.gen)
     with torch.no_grad():
         params, value = ppo.evaluate_minibatch(learner.state.net, batch)
@@ -288,15 +288,15 @@ def test_bfloat16_acts_and_learns_alike(lstm):
 def copy_without_amp(parts):
     import copy
 
-    net = copy.deepcopy(parts.first.learners["learner"].state.net)
+    net = copy.deepcopy(parts.learners["learner"].state.net)
     net.policy.amp = False
     return net
 
 
 def test_value_statistics_are_those_of_the_returns():
     parts = start(config_of(), Inline())
-    parts.first.workers["collector"].run(8)
-    learner, moments = parts.first.learners["learner"], Moments((), torch.device("cpu"))
+    parts.workers["collector"].run(8)
+    learner, moments = parts.learners["learner"], Moments((), torch.device("cpu"))
     batches = list(learner.draw(8, learner.gen))[:4]  # one epoch
     assert learner.state.returns.count == 64
     target, value = (torch.cat([getattr(b, k) for b in batches]) for k in ("target", "value"))

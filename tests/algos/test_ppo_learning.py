@@ -58,11 +58,11 @@ def learned_value(env, normalize, seed):
     task = {"name": "pension", "kwargs": {"stagger": True}}
     change = {"task": task, "num_envs": 64, "seed": seed, "algo": {"gamma": 0.9, **WIDE, **settings}}
     parts = ticks(start(config_of(LONG, change), Inline()), 50)
-    parts.first.workers["collector"].run(16)
-    state, segment = parts.first.learners["learner"].state, parts.first.collector.stores[0].segment()
+    parts.workers["collector"].run(16)
+    state, segment = parts.learners["learner"].state, parts.collector.stores[0].segment()
     scale, shift = ppo.value_scale(state.returns)
     values = ppo.segment_values(state, segment)[:17].detach() * scale + shift
-    assert parts.first.gauges["rollout/bootstrap_lost"] == 0
+    assert parts.gauges["rollout/bootstrap_lost"] == 0
     return values.mean().item()
 
 
@@ -102,13 +102,13 @@ def explained_by_the_critic(seed):
     change = {"task": {"name": "seeing", "reward_scale": 0.1, "kwargs": {"stagger": True}}, "num_envs": 32}
     change["seed"] = seed
     parts = start(config_of(LONG, change, {"algo": {"gamma": 0.9, "horizon": 16}}), Inline())
-    net = parts.first.learners["learner"].state.net
+    net = parts.learners["learner"].state.net
     assert (net.policy.body.group, net.value_body.group) == ("policy", "critic")
     ticks(parts, 60)
-    parts.first.jobs["learner"].metrics.drain()
+    parts.jobs["learner"].metrics.drain()
     ticks(parts, 10)
-    assert fresh_policy(parts.config, parts.first.env.spec, "cpu")(torch.zeros(2, 1)).shape == (2, 1)
-    return float(parts.first.jobs["learner"].metrics.drain()["value/explained_variance"])
+    assert fresh_policy(parts.config, parts.env.spec, "cpu")(torch.zeros(2, 1)).shape == (2, 1)
+    return float(parts.jobs["learner"].metrics.drain()["value/explained_variance"])
 
 
 @pytest.mark.slow
@@ -148,9 +148,9 @@ def test_balls_are_caught_from_pixels_with_the_preset(name, count, learns):
 def catch(name, count, seed):
     words = ("device=cpu", f"algo={name}", "task=catch", "placement.matmul=exact", f"seed={seed}")
     parts = start(compose([*words, "placement.threads.collector=1", "placement.threads.v=1"]), Inline())
-    assert parts.first.learners["learner"].state.net.value.body is None  # one network for both
+    assert parts.learners["learner"].state.net.value.body is None  # one network for both
     assert score(parts, 256) < -0.2  # untrained
-    assert parts.first.collector.stores[0].obs["policy"].dtype == torch.uint8
+    assert parts.collector.stores[0].obs["policy"].dtype == torch.uint8
     return train_until(parts, 0.8, count, lambda: score(parts, 256))
 
 

@@ -139,15 +139,15 @@ def test_a_return_by_hand():
 def test_stored_values_are_those_of_the_network_that_learns(variant):
     """Weights and statistics are those that acted, so nothing is computed twice."""
     parts = ticks(start(config_of(variant), Inline()), 3)
-    parts.first.workers["collector"].run(8)
-    segment, state = parts.first.collector.stores[0].segment(), parts.first.learners["learner"].state
+    parts.workers["collector"].run(8)
+    segment, state = parts.collector.stores[0].segment(), parts.learners["learner"].state
     obs = {k: v[:8].flatten(0, 1) for k, v in segment.obs.items()}
     with torch.no_grad():
-        q = rollout_values(state.net, obs, parts.first.learners["learner"].settings.amp)
+        q = rollout_values(state.net, obs, parts.learners["learner"].settings.amp)
     assert (q - segment.params.flatten(0, 1)).abs().max() < 1e-5
     greedy = segment.params.argmax(-1) == segment.action
     assert 0.1 < greedy.float().mean() < 1  # epsilon is at work
-    assert segment.obs["policy"].dtype == parts.first.env.spec.obs["policy"].dtype
+    assert segment.obs["policy"].dtype == parts.env.spec.obs["policy"].dtype
 
 
 # -- updates ----------------------------------------------------------------------------------------------------------
@@ -184,9 +184,9 @@ def test_an_update_by_hand():
 def test_minibatches_cover_every_row_once_an_epoch_and_the_rate_falls():
     config = config_of(VARIANTS["adam, annealed"])
     parts = ticks(start(config, Inline()), 2)
-    parts.first.workers["collector"].run(8)
-    learner = parts.first.learners["learner"]
-    segment = parts.first.collector.stores[0].segment()
+    parts.workers["collector"].run(8)
+    learner = parts.learners["learner"]
+    segment = parts.collector.stores[0].segment()
     drawn = list(learner.draw(8, learner.gen))
     assert len(drawn) == 8
     for epoch in (drawn[:4], drawn[4:]):
@@ -203,7 +203,7 @@ def test_epsilon_falls_by_env_steps_and_is_logged():
     got = []
     for _ in range(8):
         ticks(parts, 1)
-        got.append(parts.first.gauges["explore/epsilon"].item())
+        got.append(parts.gauges["explore/epsilon"].item())
     # the last step of tick k is step 8 k + 7 of 50 that the fall takes
     assert got == pytest.approx([max(0.1, 1 - 0.9 * (8 * k + 7) / 50) for k in range(8)], abs=1e-6)
 

@@ -27,12 +27,12 @@ from pql.errors import ConfigError
 from pql.nets.mlp import Layers, NetInput
 from pql.nets.q import RecurrentQNetwork
 from pql.run.build import build
-from pql.run.evaluation import run_episodes
+from pql.run.environment import build_env
+from pql.run.episodes import run_episodes
 from pql.run.policy import fresh_policy, load_policy, snapshot
 from pql.run.ranks import share_of
 from pql.run.session import Session
 from pql.run.store import checkpoint
-from pql.run.task import build_env
 
 
 def run(config, executor=None, ticks=12):
@@ -83,7 +83,7 @@ def steps_of(net, batch, b, burn_in):
 def test_an_update_follows_the_formulas_row_by_row(change):
     config = config_of({"burn_in": 5}, change)
     parts = run(config, ticks=9)
-    learner = parts.first.learners["v"]
+    learner = parts.learners["v"]
     state, settings = learner.state, learner.settings
     (batch,) = learner.draw(1, torch.Generator().manual_seed(1))
     net, target = state.nets
@@ -118,9 +118,9 @@ def test_an_update_follows_the_formulas_row_by_row(change):
 def test_no_gradient_flows_through_burn_in():
     config = config_of()
     parts = run(config, ticks=9)
-    (batch,) = parts.first.learners["v"].draw(1, torch.Generator().manual_seed(1))
+    (batch,) = parts.learners["v"].draw(1, torch.Generator().manual_seed(1))
     leaves = {k: v.clone().requires_grad_() for k, v in batch.obs.items()}
-    net = parts.first.learners["v"].state.nets[0]
+    net = parts.learners["v"].state.nets[0]
     r2d2.sequence_values(net, batch._replace(obs=leaves), 3).sum().backward()
     grad = leaves["policy"].grad.abs().sum((1, 2))
     assert grad[:3].tolist() == [0, 0, 0]
@@ -130,7 +130,7 @@ def test_no_gradient_flows_through_burn_in():
 def test_bfloat16_is_for_the_learners_networks_alone():
     """Values near 1,000: the last layers are computed in float32, where actions differ by less than bfloat16 holds."""
     parts = run(config_of({"amp": True}), ticks=9)
-    learner, acting = parts.first.learners["v"], parts.first.collector.actor.policy
+    learner, acting = parts.learners["v"], parts.collector.actor.policy
     (batch,) = learner.draw(1, torch.Generator().manual_seed(1))
     for net in learner.state.nets:
         with torch.no_grad():
@@ -149,7 +149,7 @@ def test_bfloat16_is_for_the_learners_networks_alone():
 def test_stored_states_are_those_of_the_whole_history_with_the_same_weights(groups):
     """The policy never changes here, so its states can be recomputed from the first row that it acted in."""
     parts = start(config_of({"placement": {"groups": groups}, "replay": {"capacity": 8 * 80}}), Inline())
-    collector, warm = parts.first.collector, 16
+    collector, warm = parts.collector, 16
     norm = copy.deepcopy(collector.normalizer)  # with the statistics that this run acts by
     collector.run(40)
     states, ring = collector.stores
@@ -176,10 +176,10 @@ def test_the_learner_sees_the_values_that_the_actor_saw():
     """With the weights that acted, a sequence that begins with its stored state gives the actor's own actions."""
     fixed = {"epsilon": {"kind": "fixed", "end": 0.0}, "burn_in": 0}
     parts = start(config_of(fixed), Inline())
-    parts.first.collector.run(43)
-    learner = parts.first.learners["v"]
-    cursor = parts.first.learners["v"].draw.cursor
-    for mine, live in zip(cursor.tensors(), parts.first.collector.replays[0].live.tensors(), strict=True):
+    parts.collector.run(43)
+    learner = parts.learners["v"]
+    cursor = parts.learners["v"].draw.cursor
+    for mine, live in zip(cursor.tensors(), parts.collector.replays[0].live.tensors(), strict=True):
         mine.copy_(live)
     ranked = learner.state.priorities
     ranked.open(cursor, torch.ones(()))
@@ -187,7 +187,7 @@ def test_the_learner_sees_the_values_that_the_actor_saw():
     assert len(begun) > 20
     batch = ranked.sample(cursor, 200, torch.Generator().manual_seed(0))
     acted = (ranked.entered[batch.index] >= 24) & (batch.mask > 0)
-    values = r2d2.sequence_values(parts.first.collector.actor.policy, batch, 0)[: batch.mask.shape[0]]
+    values = r2d2.sequence_values(parts.collector.actor.policy, batch, 0)[: batch.mask.shape[0]]
     top = values.topk(2, -1).values
     clear = (top[..., 0] - top[..., 1] > 1e-5) & acted
     assert clear.sum() > 200
@@ -325,7 +325,7 @@ def test_a_run_logs_evaluates_and_gives_a_policy_with_a_memory(tmp_path):
 
 def test_a_policy_says_what_it_was_not_shown():
     parts = run(config_of(), ticks=1)
-    policy = fresh_policy(parts.config, parts.first.env.spec, "cpu")
+    policy = fresh_policy(parts.config, parts.env.spec, "cpu")
     with pytest.raises(ValueError, match=r"reads .*'policy', 'last'.* \['last'\] not among those given"):
         policy(torch.zeros(3, 2))
 
@@ -335,9 +335,9 @@ def test_recorded_rows_can_be_drawn_without_states(tmp_path):
     file = f"replay.prefill={tmp_path / 'a' / 'replay.safetensors'}"
     words = [*WORDS, "budget.env_steps=600", file, f"run_dir={tmp_path / 'b'}"]
     session = Session(compose(words), quiet=True)
-    assert session.parts.first.collector.replays[0].live.head.min() > 16 + 40
+    assert session.parts.collector.replays[0].live.head.min() > 16 + 40
     session.parts.schedule.tick()
-    ranked = session.parts.first.learners["v"].state.priorities
+    ranked = session.parts.learners["v"].state.priorities
     assert (ranked.tree.levels[0] > 0).sum() > 8 * 10
     session.train()
 
@@ -368,8 +368,8 @@ def test_a_live_environment_is_told_what_was_done_last(tmp_path):
 
 def test_a_network_that_sees_observations_alone():
     parts = run(config_of({"feedback": False}), ticks=2)
-    assert {*parts.first.env.spec.obs} == {"policy"}
-    assert parts.first.collector.actor.policy.groups == ("policy",)
+    assert {*parts.env.spec.obs} == {"policy"}
+    assert parts.collector.actor.policy.groups == ("policy",)
 
 
 def test_a_run_starts_from_another_ones_network(tmp_path):
@@ -377,7 +377,7 @@ def test_a_run_starts_from_another_ones_network(tmp_path):
     words = [*WORDS, "budget.env_steps=600", f"init_from={tmp_path / 'a'}"]
     session = Session(compose([*words, f"run_dir={tmp_path / 'b'}"]), quiet=True)
     old = load_policy(tmp_path / "a").state_dict()["policy"]
-    assert all(torch.equal(v, old[k]) for k, v in session.parts.first.learners["v"].state.q.state_dict().items())
+    assert all(torch.equal(v, old[k]) for k, v in session.parts.learners["v"].state.q.state_dict().items())
     session.closing.close()
     with pytest.raises(ConfigError, match=r"algo\.lstm=4: expected 8, as in init_from"):
         Session(compose([*words, "algo.lstm=4", f"run_dir={tmp_path / 'c'}"]), quiet=True)
@@ -437,7 +437,7 @@ def test_a_replay_too_small_for_a_sequence_is_refused_and_the_smallest_is_not():
     with pytest.raises(ConfigError, match=r"replay\.capacity=199: expected at least 200: 25 rows of 8"):
         build(config_of(longer, {"replay": {"capacity": 199}}))
     parts = start(config_of(longer, {"replay": {"capacity": 224}}), Inline())
-    ranked = parts.first.learners["v"].state.priorities
+    ranked = parts.learners["v"].state.priorities
     for _ in range(20):
         parts.schedule.tick()
         assert (ranked.tree.levels[0][:56].view(7, 8) > 0).any(0).all()  # a sequence of each environment
@@ -481,7 +481,7 @@ def test_it_runs_on_remote_actors_that_come_late(tmp_path):
         parts.warm_up(16)
         parts.begin()
         parts.schedule.tick()
-        heads = parts.first.collector.replays[0].live.head
+        heads = parts.collector.replays[0].live.head
         assert int(heads[4:].sum()) == 0
         with acting(address, make_sim("tmaze", 4, {"length": 3})):
             wait_until(lambda: env.table.live == 2)
@@ -489,6 +489,6 @@ def test_it_runs_on_remote_actors_that_come_late(tmp_path):
                 parts.schedule.tick()
             assert int(heads[4:].min()) > 4
             assert heads.unique().numel() > 1
-            (batch,) = parts.first.learners["v"].draw(1, torch.Generator().manual_seed(0))
+            (batch,) = parts.learners["v"].draw(1, torch.Generator().manual_seed(0))
             assert batch.mask.any()
             env.close()

@@ -286,9 +286,9 @@ def test_sizes_that_are_ours_learn_within_the_first_ticks(preset):
     """With small networks, but all environments, the whole warm-up and whole batches."""
     config = compose(["device=cpu", "scale=gpu", f"algo={preset}", "graphs=off", *OURS[preset]])
     parts = ticks(start(config, Inline()), 2)
-    assert all(job.updates >= 2 for job in parts.first.jobs.values())
+    assert all(job.updates >= 2 for job in parts.jobs.values())
     assert config.num_envs * (config.algo.warmup_steps + 2 * parts.counts.horizon) < 100_000
-    for worker, learner in parts.first.learners.items():
+    for worker, learner in parts.learners.items():
         assert all(v.isfinite().all() for v in flatten(learner.state.state_dict()).values()), worker
 
 

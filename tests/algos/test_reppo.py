@@ -75,8 +75,8 @@ def test_targets_are_soft_returns(next_step, lam):
 def test_minibatches_hold_what_follows_each_row():
     """One action is drawn for every observation, final ones included; a row has the embedding of its true successor."""
     parts = ticks(start(short_of(), Inline()), 2)
-    parts.first.workers["collector"].run(8)
-    learner, segment = parts.first.learners["learner"], parts.first.collector.stores[0].segment()
+    parts.workers["collector"].run(8)
+    learner, segment = parts.learners["learner"], parts.collector.stores[0].segment()
     state, gen = learner.state, Generator().manual_seed(5)
     found = reppo.evaluate_segment(state, segment, replace(learner.settings, minibatches=1), gen)
     gen, checked = Generator().manual_seed(5), 0
@@ -355,7 +355,7 @@ def test_rows_that_do_not_count_change_nothing():
     config = config_of({"task": {"name": "counter", "kwargs": kwargs}, "algo": {"warmup_steps": 0}})
     one, two = (learned_with(config, 8, reward=junk, action=junk) for junk in (0.0, 7.0))
     assert differences(learners(bits(one)), learners(bits(two))) == []
-    assert one.first.gauges["rollout/bootstrap_lost"] > 0
+    assert one.gauges["rollout/bootstrap_lost"] > 0
 
 
 # -- networks ---------------------------------------------------------------------------------------------------------
@@ -408,7 +408,7 @@ class Pairs(nn.Module):
 def test_custom_networks_are_features_and_embedding():
     nets = {"policy": {"net": "test_reppo:Features"}, "critic": {"net": "test_reppo:Pairs"}}
     parts = ticks(start(config_of({"algo": nets}), Inline()), 2)
-    state = parts.first.learners["learner"].state
+    state = parts.learners["learner"].state
     assert (state.policy.head.in_features, state.critic_net.predictor[-1].out_features) == (5, 7)
     with pytest.raises(ConfigError, match=r"algo\.critic\.net=test_reppo:Features: expected a critic for pendulum"):
         build(config_of({"algo": {"critic": {"net": "test_reppo:Features"}}}))
@@ -429,8 +429,8 @@ def test_two_runs_and_threads_have_the_same_bits_and_another_seed_has_not(varian
 
 def test_the_collector_acts_with_the_newest_weights():
     parts = ticks(start(config_of(), Inline()), 2)
-    parts.first.workers["collector"].run(8)
-    segment, state = parts.first.collector.stores[0].segment(), parts.first.learners["learner"].state
+    parts.workers["collector"].run(8)
+    segment, state = parts.collector.stores[0].segment(), parts.learners["learner"].state
     with torch.no_grad():
         params = state.policy({k: v[:8] for k, v in segment.obs.items()})
     torch.testing.assert_close(segment.params, params, rtol=0, atol=1e-5)
@@ -440,10 +440,10 @@ def test_the_collector_acts_with_the_newest_weights():
 @pytest.mark.parametrize("variant", [{}, {"amp": True}], ids=["float32", "bfloat16"])
 def test_a_policy_acts_as_the_collector_would_without_noise(variant):
     parts = ticks(start(config_of(variant), Inline()), 2)
-    policy = fresh_policy(parts.config, parts.first.env.spec, "cpu")
+    policy = fresh_policy(parts.config, parts.env.spec, "cpu")
     policy.load_state_dict(snapshot(parts))
     obs = torch.randn(5, 3)
-    net, norm = parts.first.learners["learner"].state.policy, parts.first.collector.normalizer
+    net, norm = parts.learners["learner"].state.policy, parts.collector.normalizer
     net.amp = False
     with torch.no_grad():
         want = net(norm({"policy": obs})).chunk(2, -1)[0].tanh()

@@ -22,7 +22,8 @@ from pql.engine.executors import Inline, Threads
 from pql.errors import ConfigError
 from pql.nets.q import NoisyLinear
 from pql.run.build import build
-from pql.run.evaluation import EvaluationPlan, evaluate_saved, random_actions, run_episodes
+from pql.run.episodes import EpisodeRules, random_actions, run_episodes
+from pql.run.evaluation import EvaluationPlan, evaluate_saved
 from pql.run.policy import fresh_policy, load_policy, snapshot
 from pql.run.session import Session
 from pql.run.store import checkpoint
@@ -62,8 +63,8 @@ def test_vectors_of_the_spectral_norm_are_exchanged_with_the_weights():
     first = bits(parts)
     for executor in (Inline(("v", "collector")), Threads(("collector", "v"))):
         assert differences(first, bits(run(config, executor, 12))) == []
-    older = run(config, Inline(("collector", "v")), 11).first.policy.module.state_dict()
-    own, acting = (net.state_dict() for net in (parts.first.policy.module, parts.first.collector.actor.policy))
+    older = run(config, Inline(("collector", "v")), 11).policy.module.state_dict()
+    own, acting = (net.state_dict() for net in (parts.policy.module, parts.collector.actor.policy))
     names = [k for k in own if k.endswith((".left", ".right"))]
     assert len(names) == 8
     for k in names:
@@ -76,7 +77,7 @@ def test_vectors_of_the_spectral_norm_are_exchanged_with_the_weights():
 def test_bfloat16_is_for_the_learners_networks_alone(variant):
     """The quantiles' cosines are computed in float32: in bfloat16 those of 64 pi tau would have no correct digit."""
     fine = {"critic": {"quantiles": 64, "cosines": 64}, "noisy": None} if variant == "bfloat16" else {}
-    parts = ticks(start(config_of(VARIANTS[variant], fine, {"amp": True}), Inline()), 8).first
+    parts = ticks(start(config_of(VARIANTS[variant], fine, {"amp": True}), Inline()), 8)
     state, acting = parts.learners["v"].state, parts.collector.actor.policy
     obs = {"policy": torch.randn(256, 4, generator=torch.Generator().manual_seed(1))}
     for net in state.nets:
@@ -90,7 +91,7 @@ def test_bfloat16_is_for_the_learners_networks_alone(variant):
 @pytest.mark.parametrize("variant", ["dqn", "prioritized", "bfloat16"])
 def test_bfloat16_keeps_small_differences_between_large_values(variant):
     """Values near 1,000, where neighbours of bfloat16 are 4 apart, and of actions less than 1 apart."""
-    net = start(config_of(VARIANTS[variant], {"amp": True, "noisy": None}), Inline()).first.learners["v"].state.q.module
+    net = start(config_of(VARIANTS[variant], {"amp": True, "noisy": None}), Inline()).learners["v"].state.q.module
     with torch.no_grad():
         (net.advantage if net.value is None else net.value)[-1].bias += 1000.0
     obs = {"policy": torch.randn(256, 4, generator=torch.Generator().manual_seed(1))}
@@ -106,7 +107,7 @@ def test_bfloat16_keeps_small_differences_between_large_values(variant):
 def test_copies_to_the_target_network_have_the_vectors_of_the_spectral_norm():
     config = config_of(VARIANTS["btr"], PIXELS, {"target_period": 32, "v_per_step": 1})  # a copy every 4 updates
     parts = start(config, Inline())
-    state = parts.first.learners["v"].state
+    state = parts.learners["v"].state
     for tick in range(1, 9):
         parts.schedule.tick()
         mine, theirs = (net.state_dict() for net in (state.q.module, state.target.module))
@@ -129,7 +130,7 @@ def test_alternating_groups_give_the_bits_of_one_after_the_other(variant):
 
 def test_priorities_are_errors_clipped_as_hubers_loss_is_or_whole_divergences():
     delta, plain, kl, quantiles = (
-        build(config_of(VARIANTS[v], {"huber": h})).first.learners["v"].state.priorities
+        build(config_of(VARIANTS[v], {"huber": h})).learners["v"].state.priorities
         for v, h in (("prioritized", 0.7), ("prioritized", None), ("rainbow", 0.7), ("btr", 0.7))
     )
     assert (delta.clip, plain.clip, kl.clip, quantiles.clip) == (0.7, None, None, None)
@@ -140,17 +141,17 @@ def test_priorities_are_errors_clipped_as_hubers_loss_is_or_whole_divergences():
 @pytest.mark.parametrize(("ratio", "horizon", "updates"), [(2, 1, 2), (0.5, 2, 1), (1.25, 4, 5), (0.015625, 64, 1)])
 def test_updates_per_step_are_exact(schedule, ratio, horizon, updates):
     parts = start(config_of({"schedule": schedule, "v_per_step": ratio, "target_period": 512}), Inline())
-    begun = parts.first.collector.steps
+    begun = parts.collector.steps
     for tick in range(1, 4):
         parts.schedule.tick()
-        assert parts.first.collector.steps - begun == tick * horizon
+        assert parts.collector.steps - begun == tick * horizon
         assert parts.updates() == {"v": tick * updates, "p": 0}
         assert parts.schedule.lag == (1 if schedule == "concurrent" else 0)
 
 
 def test_the_target_follows_every_so_many_env_steps_exactly():
     parts = start(config_of({"v_per_step": 2, "target_period": 40}), Inline())  # 8 envs: 5 ticks, 10 updates
-    state, copies = parts.first.learners["v"].state, []
+    state, copies = parts.learners["v"].state, []
     for tick in range(1, 21):
         before = state.target.data.clone()
         parts.schedule.tick()
@@ -192,15 +193,15 @@ def test_a_burst_has_all_its_batches_whatever_their_size(monkeypatch):
     monkeypatch.setattr("pql.algos.value.GATHERED", 1)
     parts = start(config_of({"algo": {"v_per_step": 3}}), Inline())
     parts.schedule.tick()
-    batches = list(parts.first.learners["v"].draw(3, torch.Generator().manual_seed(0)))
+    batches = list(parts.learners["v"].draw(3, torch.Generator().manual_seed(0)))
     assert [len(b.reward) for b in batches] == [parts.config.algo.batch_size] * 3
     assert not torch.equal(batches[0].index, batches[1].index)
 
 
 def test_new_rows_come_up_as_soon_as_they_are_complete():
     parts = start(config_of(VARIANTS["ape-x"], {"schedule": "lockstep"}), Inline())
-    ranked = parts.first.learners["v"].state.priorities
-    ring = parts.first.collector.replays[0]
+    ranked = parts.learners["v"].state.priorities
+    ring = parts.collector.replays[0]
     for _ in range(6):
         assert torch.equal(ranked.entered, ring.live.head - 3)  # three rows late
         before = ring.live.head.clone()
@@ -234,7 +235,8 @@ WORDS = (
     "placement.threads.collector=1",
     "placement.threads.v=1",
 )
-FAMILY = [a for a in Presets().names("algo") if compose(["device=cpu", "scale=cpu", f"algo={a}"]).algo.family == "dqn"]
+NAMES = [a for a in Presets().names("algo") if not a.endswith("_512")]  # those differ on task=atari alone
+FAMILY = [a for a in NAMES if compose(["device=cpu", "scale=cpu", f"algo={a}"]).algo.family == "dqn"]
 
 
 def train(run_dir, *overrides):
@@ -246,7 +248,7 @@ def test_recorded_rows_are_in_the_tree_before_the_first_tick(tmp_path):
     file = tmp_path / "a" / "replay.safetensors"
     words = [*WORDS, "algo=eps_rainbow", "budget.env_steps=2400", f"replay.prefill={file}", f"run_dir={tmp_path / 'b'}"]
     session = Session(compose(words), quiet=True)
-    ring, ranked = session.parts.first.collector.replays[0], session.parts.first.learners["v"].state.priorities
+    ring, ranked = session.parts.collector.replays[0], session.parts.learners["v"].state.priorities
     assert ring.live.head.min() > 8 + 50  # rows of the warm-up, and recorded ones
     assert torch.equal(ranked.entered, ring.live.head - 3)
     assert (ranked.tree.levels[0] > 0).sum() > 16 * 50
@@ -320,16 +322,16 @@ def test_the_command_line_trains_and_evaluates(tmp_path, capsys):
 @EVERY_VARIANT
 def test_a_policy_acts_greedily_in_the_values_without_noise(variant):
     parts = run(config_of(variant), ticks=3)
-    policy = fresh_policy(parts.config, parts.first.env.spec, "cpu")
+    policy = fresh_policy(parts.config, parts.env.spec, "cpu")
     policy.load_state_dict(snapshot(parts))
     obs = torch.randn(64, 4)
-    net = parts.first.policy.module
+    net = parts.policy.module
     net.amp = False  # policies compute in float32
     for layer in net.modules():
         if isinstance(layer, NoisyLinear):
             layer.noise_in.zero_()  # the learner's last draw
             layer.noise_out.zero_()
-    want = net.values(parts.first.collector.normalizer({"policy": obs}))
+    want = net.values(parts.collector.normalizer({"policy": obs}))
     got = policy(obs)
     best = want.gather(1, got.unsqueeze(1)).squeeze(1)
     torch.testing.assert_close(best, want.amax(1), rtol=0, atol=1e-5)  # weights lie elsewhere: near ties may turn
@@ -337,7 +339,7 @@ def test_a_policy_acts_greedily_in_the_values_without_noise(variant):
 
 def test_an_evaluation_with_epsilon_is_random_to_that_extent_and_repeats():
     parts = run(config_of(), ticks=2)
-    env = type(parts.first.env)(64, "cpu", max_episode_steps=50)
+    env = type(parts.env)(64, "cpu", max_episode_steps=50)
     seen = []
 
     def policy(obs):
@@ -350,10 +352,10 @@ def test_an_evaluation_with_epsilon_is_random_to_that_extent_and_repeats():
         return step(action)
 
     env.step = spy
-    one = run_episodes(env, policy, seed=3, epsilon=0.4)
+    one = run_episodes(env, policy, seed=3, rules=EpisodeRules(epsilon=0.4))
     share = sum(seen) / len(seen)
     assert share == pytest.approx(0.2, abs=0.03)  # half of the random ones are the other action
-    two = run_episodes(env, policy, seed=3, epsilon=0.4)
+    two = run_episodes(env, policy, seed=3, rules=EpisodeRules(epsilon=0.4))
     assert one.returns == two.returns
     assert run_episodes(env, policy, seed=3).returns != one.returns
 
@@ -366,7 +368,7 @@ def test_a_runs_own_evaluations_are_as_random_as_it_says(tmp_path, monkeypatch):
         shares.setdefault(threading.current_thread().name, set()).add(epsilon)
         return random_actions(env, epsilon, seed)
 
-    monkeypatch.setattr("pql.run.evaluation.random_actions", noted)
+    monkeypatch.setattr("pql.run.episodes.random_actions", noted)
     more = ["algo=dqn", "eval.final=true", "eval.epsilon=0.25", "budget.env_steps=1000"]
     train(tmp_path / "a", *more)
     words = [w for w in WORDS if not w.startswith(("task", "num_envs", "device"))]
@@ -386,7 +388,7 @@ def test_an_exported_policy_agrees(tmp_path):
     train(tmp_path / "run", "algo=rainbow", "budget.env_steps=600")
     (file,) = export_policy(tmp_path / "run", tmp_path / "out", ("pt2",)).files.values()  # below also as ONNX
     live, obs = load_policy(tmp_path / "run"), torch.randn(50, 4)
-    assert (load_policy(file)(obs) == live(obs)).float().mean() > 0.95
+    assert (load_policy(file, trust=True)(obs) == live(obs)).float().mean() > 0.95
 
 
 @pytest.mark.slow
@@ -403,7 +405,7 @@ def test_an_exported_encoder_has_plain_convolutions(tmp_path, kind):
     (shape,) = (s.shape for s in live.spec.obs.values())
     obs = torch.randint(256, (50, *shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     for file in out.files.values():
-        assert (load_policy(file)(obs) == live(obs)).float().mean() > 0.95
+        assert (load_policy(file, trust=True)(obs) == live(obs)).float().mean() > 0.95
     if kind == "resnet":
         assert "encoder.pictures.policy.net.2.first.left" in live.state_dict()["policy"]
         assert not [k for k in torch.export.load(out.files["pt2"]).state_dict if k.endswith((".left", ".right"))]
@@ -414,11 +416,11 @@ def test_a_run_starts_from_another_ones_network(tmp_path):
     again = [*WORDS, "algo=c51", "budget.env_steps=1000"]
     session = Session(compose([*again, f"run_dir={tmp_path / 'b'}", f"init_from={tmp_path / 'a'}"]), quiet=True)
     old = load_policy(tmp_path / "a").state_dict()["policy"]
-    state = session.parts.first.learners["v"].state
+    state = session.parts.learners["v"].state
     assert all(torch.equal(state.q.state_dict()[k], old[k]) for k in old)
     policy = f"init_from={tmp_path / 'a' / 'checkpoints' / 'last'}"
     only = Session(compose([*again, f"run_dir={tmp_path / 'c'}", policy]), quiet=True)
-    target = only.parts.first.learners["v"].state.target.state_dict()
+    target = only.parts.learners["v"].state.target.state_dict()
     assert all(torch.equal(target[k], old[k]) for k in old)
     for one in (session, only):
         one.closing.close()
@@ -488,9 +490,8 @@ def test_features_of_a_network_from_elsewhere_get_the_heads(tmp_path, monkeypatc
         (["algo.p_per_v=0.5"], "algo.p_per_v=0.5: expected no such setting: algo=dqn does not read it"),
         (["algo=pql", "algo.double=true"], "expected no such setting: algo=pql does not read it; dqn, r2d2 would"),
         (["algo.warmup_steps=0"], "algo.warmup_steps=0: expected at least 1"),
-        (["batch=48"], "batch=48: expected a power of two from 32 on"),
-        (["algo=pql", "batch=512"], "batch=512: expected algo=dqn or c51 or eps_rainbow or rainbow with it, not pql"),
-        (["bacth=512"], "bacth=512: expected a known setting (did you mean batch?)"),
+        (["batch=512"], "batch=512: expected a known setting (did you mean algo.batch_size; or algo=dqn_512, c51_512,"),
+        (["algo.batch_sise=512"], "algo.batch_sise=512: expected a known setting (did you mean algo.batch_size?)"),
     ],
 )
 def test_a_wrong_word_is_named_with_what_is_allowed(words, message):
@@ -550,7 +551,7 @@ def test_the_smallest_prioritised_replay_gives_the_same_bits_in_any_order(n, war
 def test_the_optimisers_settings_arrive():
     for kind, name in (("adam", "AdamW"), ("rmsprop", "RMSProp")):
         change = {"critic": {"lr": 3e-4, "eps": 2e-3, "grad_clip": 7.0}, "optimizer": kind, "rms_decay": 0.9}
-        optimizer = build(config_of(change)).first.learners["v"].state.optimizer
+        optimizer = build(config_of(change)).learners["v"].state.optimizer
         assert type(optimizer).__name__ == name
         assert (optimizer.eps, optimizer.clip, round(float(optimizer.lr), 8)) == (2e-3, 7.0, 3e-4)
         assert getattr(optimizer, "decay", 0.9) == 0.9

@@ -11,7 +11,7 @@ import torch
 from run_files import rows, words, write_run
 
 import pql
-from pql.cli.api import NAMES_A_TASK
+from pql.api import NAMES_A_TASK
 from pql.config.compose import known_settings, parse_words, words_of
 from pql.envs.toy import Counter
 from pql.errors import ConfigError

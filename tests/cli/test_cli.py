@@ -19,7 +19,8 @@ from sampling import sample
 
 import pql
 from pql.__main__ import main as program
-from pql.cli.main import COMMANDS, main
+from pql.cli.main import main
+from pql.cli.parser import COMMANDS
 from pql.config.compose import compose
 from pql.config.layers import Presets
 from pql.contract.env import preparation
@@ -276,17 +277,17 @@ def test_listing(capsys):
         "appo_replicas",
         "btr",
         "c51",
+        "c51_512",
         "ddpg",
         "dqn",
+        "dqn_512",
         "eps_rainbow",
+        "eps_rainbow_512",
         "fastsac",
         "fasttd3",
         "flashsac",
         "impala",
         "ppo",
-        "ppo_ant",
-        "ppo_franka",
-        "ppo_hand",
         "pql",
         "pql2",
         "pql_d",
@@ -294,6 +295,7 @@ def test_listing(capsys):
         "pqn",
         "r2d2",
         "rainbow",
+        "rainbow_512",
         "reppo",
         "sac",
         "simba_sac",
@@ -481,10 +483,10 @@ def test_a_run_that_is_summed_up_ends_at_a_signal(tmp_path, ctrl_c):
 
 
 def test_ctrl_c_before_there_is_a_run(monkeypatch, capsys):
-    def interrupt(args):
+    def interrupt():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("pql.cli.main.run_list", interrupt)
+    monkeypatch.setattr("pql.cli.main.parser", interrupt)
     assert main(["list", "tasks"]) == 130
     assert capsys.readouterr().err == "pql: interrupted\n"
 
@@ -627,7 +629,7 @@ parts = build(validate(config))
 import pql.run.session, pql.run.policy, pql.run.store.checkpoint, pql.wrap
 foreign = {"hydra", "omegaconf", "rich", "yaml", "mujoco", "gymnasium", "tensorboard", "wandb", "antlr4", "rsl_rl",
            "stable_baselines3", "tensordict"}
-print(sorted(foreign & set(sys.modules)), parts.first.env.spec.name)
+print(sorted(foreign & set(sys.modules)), parts.env.spec.name)
 """
     assert python("-c", script).strip() == "[] pendulum"
 

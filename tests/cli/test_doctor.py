@@ -12,7 +12,8 @@ from packaging.requirements import Requirement
 
 from pql.cli import doctor
 from pql.cli.completion import OWN, SCRIPTS, candidates
-from pql.cli.main import COMMANDS, FLAGS, main
+from pql.cli.main import main
+from pql.cli.parser import COMMANDS
 from pql.cli.tables import table
 from pql.config.layers import Presets
 from pql.contract import registry
@@ -197,7 +198,7 @@ def test_robots_that_are_there_and_the_command_for_others(monkeypatch, tmp_path)
     ],
 )
 def test_what_the_last_word_may_become(line, want):
-    assert candidates(line, COMMANDS, FLAGS) == want
+    assert candidates(line, COMMANDS) == want
 
 
 def test_words_written_again_here_are_those_of_their_owners():

@@ -133,7 +133,7 @@ CASES = {
     "train: a fault of the program": Case(
         "train", 1, "^pql: train failed: ValueError: boom" + SAYS[:-1] + KEPT, ("pql.run.session.Session._finish", boom)
     ),
-    "train: Ctrl-C while it loads": Case("train", 130, "^pql: interrupted$", ("pql.cli.main.run_train", interrupted)),
+    "train: Ctrl-C while it loads": Case("train", 130, "^pql: interrupted$", ("pql.cli.main.parser", interrupted)),
     "resume": Case("resume RUN", 0, r"^(next| +).*pql resume RUN"),
     "resume: no run": Case("resume OUT", 2, r"^pql: .*OUT: expected "),
     "resume: another setting": Case("resume RUN seed=7", 2, r"^pql: seed=7: expected "),
@@ -299,8 +299,7 @@ def leave(*_: Any, **__: Any) -> None:
     ("words", "status"), [(["list", "tasks"], 0), (["train", "-m", "seed=1,2"], 1), (["sweep"], 1)]
 )
 def test_a_reader_that_leaves_ends_a_listing_but_is_an_error_of_runs_left_undone(words, status, monkeypatch, capfd):
-    for place in ("run_list", "run_train", "run_sweep"):
-        monkeypatch.setattr(f"pql.cli.main.{place}", leave)
+    monkeypatch.setattr("pql.cli.main.parser", leave)
     monkeypatch.setattr(sys, "argv", ["pql", *words])
     monkeypatch.setattr(os, "dup2", lambda *_: None)
     assert program() == status
@@ -316,7 +315,7 @@ def test_a_status_is_kept_if_the_reader_leaves_after_it(monkeypatch):
 
 
 def test_an_evaluation_is_written_before_it_is_printed(finished, tmp_path, monkeypatch):
-    monkeypatch.setattr("pql.cli.main.print_evaluation", leave)
+    monkeypatch.setattr("pql.cli.commands.print_evaluation", leave)
     with pytest.raises(BrokenPipeError):
         main(["eval", str(finished), "episodes=2", f"out={tmp_path / 'x.json'}"])
     assert json.loads((tmp_path / "x.json").read_text())["episodes"] == 2

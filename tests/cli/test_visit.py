@@ -101,9 +101,9 @@ def test_the_doctor_sees_what_a_run_would_build(monkeypatch, capsys):
         seen.update(kwargs, num_envs=num_envs, device=str(device))
         return Counter(num_envs, episode_length=5)
 
-    monkeypatch.setattr("pql.run.task.find_factory", lambda name: make)
+    monkeypatch.setattr("pql.run.environment.find_factory", lambda name: make)
     monkeypatch.setattr(
-        "pql.run.task.make_env", lambda name, num_envs, device, **kwargs: make(num_envs, device, **kwargs)
+        "pql.run.environment.make_env", lambda name, num_envs, device, **kwargs: make(num_envs, device, **kwargs)
     )
     words = ["task.model=fast", "task.kwargs.randomize.friction=[0.9,1.1]", "randomize.obs_delay=[1,2]", "stagger=true"]
     assert main(["doctor", "--env", "shadow_hand_openai", "--num-envs", "3", "device=cpu", *words]) == 0

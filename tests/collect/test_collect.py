@@ -17,7 +17,7 @@ from pql.engine.executors import Inline
 from pql.envs.toy import Counter
 from pql.errors import ConfigError
 from pql.run.build import build
-from pql.run.evaluation import run_episodes
+from pql.run.episodes import run_episodes
 from pql.run.store.checkpoint import flatten
 from pql.types import Step
 
@@ -83,13 +83,13 @@ def test_a_simulator_without_state_goes_on_in_new_episodes_that_no_window_crosse
     first = again.first.collector.obs["policy"].clone()
     again.load_state_dict(parts.state_dict(), 17)
     assert torch.equal(again.first.collector.obs["policy"], first)
-    ring, head = again.first.collector.replays[0], int(parts.first.collector.replays[0].live.head[0])
+    ring, head = again.first.collector.replays[0], int(parts.collector.replays[0].live.head[0])
     again.schedule.tick()
     columns = torch.arange(8)
     batch = ring.windows(ring.live, torch.full((8,), head - 1), columns, ring.live.head, 3, 0.9)
     assert batch.mask.tolist() == [1.0] * 8  # the row before the restart keeps its successor, in a filler row
     assert torch.equal(batch.discount, torch.full((8,), 0.9))
-    assert torch.equal(batch.next_obs["policy"], parts.first.collector.obs["policy"])
+    assert torch.equal(batch.next_obs["policy"], parts.collector.obs["policy"])
     batch = ring.windows(ring.live, torch.full((8,), head + 1), columns, ring.live.head, 3, 0.9)
     assert batch.mask.tolist() == [1.0] * 8
     assert torch.equal(batch.obs["policy"], first)
@@ -101,7 +101,7 @@ def test_a_lost_final_observation_is_no_frame(autoreset, rows):
     """Counter shows -1 where it lost a final observation: no statistic may see it, nor a filler row's reward."""
     kwargs = {"autoreset": autoreset, "final_obs": "never", "terminate_every": 0}
     parts = start(small_config(task={"name": "counter", "kwargs": kwargs}, algo={"normalize_reward": True}), Inline())
-    norm = parts.first.collector.normalizer
+    norm = parts.collector.normalizer
     # 16 warm-up steps and the first observation; next-step: two episodes ended, and each lost one frame
     assert norm.moments["policy"].count.item() == 8 * (rows if autoreset == "next_step" else rows + 1)
     valid = 14 if autoreset == "next_step" else 16  # two filler rows
@@ -207,7 +207,7 @@ def test_so_are_late_answers_and_restarts():
     parts.start()
     parts.warm_up(8)
     with refused("wide", "reset_where"):
-        parts.first.collector.restart(torch.ones(6, dtype=torch.bool))
+        parts.collector.state.restart(torch.ones(6, dtype=torch.bool))
 
 
 @pytest.mark.parametrize(("slip", "where"), [("wide", "reset"), ("column", "step"), ("array", "step")])

@@ -280,11 +280,11 @@ def test_groups_are_mended_between_ticks():
     parts = begun(small_config(algo={"normalize_reward": True}), Grouped([broken, Breaking(Pendulum(4), {})]))
     ticks(parts, 20)
     assert broken.asked == [[1], [0, 3]]
-    found = content(parts.first.collector)
+    found = content(parts.collector)
     lost = (found["flags"][:36] & VALID == 0).nonzero().tolist()
     assert lost == [[20, 1], [21, 1], [25, 0], [25, 3], [26, 0], [26, 3]]  # and the row with an unobserved beginning
     assert unsound(parts) == []
-    parts.first.env.close()
+    parts.env.close()
 
 
 # -- every family -----------------------------------------------------------------------------------------------------
@@ -303,21 +303,21 @@ def begun(config, env):
 def unsound(parts):
     """Names of what is not finite: of all that the next tick depends on, and of the log's numbers."""
     unknown = ("/q", "/value", ".q", ".value")  # NaN: no network valued this row
-    stores = [s.storage() for s in parts.first.collector.stores if hasattr(s, "storage")]
+    stores = [s.storage() for s in parts.collector.stores if hasattr(s, "storage")]
     found = {**bits(parts), **parts.drain(), **{k: v for store in stores for k, v in store.items()}}
     return [k for k, v in found.items() if not v.isfinite().all() and not k.endswith(unknown)]
 
 
 def spoil(parts, faults):
     """The actor's outputs and recurrent state are NaN or infinite according to ``faults`` {step: environments}."""
-    (lane,) = parts.first.collector.lanes
-    actor, act = lane.actor, lane.actor.act
+    (one,) = parts.collector.slices
+    actor, act = one.state.actor, one.state.actor.act
 
     def acting(obs, gen):
         act(obs, gen)
-        now = parts.first.env.time
+        now = parts.env.time
         if now in faults:
-            for tensor in lane.made:
+            for tensor in one.made:
                 tensor[faults[now]] = (NAN, INF)[now % 2]
 
     actor.act = acting
@@ -331,17 +331,17 @@ def test_nothing_that_is_not_finite_reaches_anything(family):
     faults = {t: [(draw.choice(("state", "reward", "large")), ids)] for t, ids in where.items()}
     hit = {(t, i) for t, ids in where.items() for i in ids}
     parts = begun(config, Breaking(make_env(config.task.name, 8, **config.task.kwargs), faults))
-    watch, now = parts.first.collector.quarantine, int(parts.first.collector.steps)
+    watch, now = parts.collector.quarantine, int(parts.collector.steps)
     assert int(watch.dropped) == sum(t < now for t, _ in hit)
     wild = {t: draw.sample(range(8), 1) for t in draw.sample(range(now, rows_made), 12)}
     spoil(parts, wild)
-    if parts.first.collector.lanes[0].made:  # else it makes no floats
+    if parts.collector.slices[0].made:  # else it makes no floats
         hit |= {(t, i) for t, ids in wild.items() for i in ids}
-    while parts.first.collector.steps < rows_made:
+    while parts.collector.steps < rows_made:
         ticks(parts, 1)
     assert all(float(v) == 0 for k, v in parts.drain().items() if k.startswith("skipped/"))
     assert unsound(parts) == []
-    assert int(watch.dropped) == sum(t < parts.first.collector.steps for t, _ in hit)
+    assert int(watch.dropped) == sum(t < parts.collector.steps for t, _ in hit)
     assert not watch.out.any()
 
 
@@ -366,7 +366,7 @@ def test_environments_that_answer_late_are_waited_for(family):
         config = impala_runs.config_of(task, {"lstm": 8, "normalize_reward": True})
     env = Lame(late=0.3, terminate_every=0)
     parts = begun(config, env)
-    watch = parts.first.collector.quarantine
+    watch = parts.collector.quarantine
     while env.time.min() < 45:
         ticks(parts, 1)
     assert env.end > 30
@@ -378,7 +378,7 @@ def test_environments_that_answer_late_are_waited_for(family):
 # -- a run in which nothing breaks ------------------------------------------------------------------------------------
 
 
-def lane_bits(parts):
+def bits_of(parts):
     return {k: v for k, v in bits(parts).items() if "/quarantine/" not in k}
 
 
@@ -393,10 +393,10 @@ def test_a_clean_run_is_the_same_to_a_bit_watched_or_not(monkeypatch, family, co
     assert int(watched.first.collector.quarantine.dropped) == 0
     with monkeypatch.context() as patch:  # every step the long way, as on a GPU
         patch.setattr(quarantine, "all_finite", lambda tensors: False)
-        assert differences(lane_bits(watched), lane_bits(made())) == []
+        assert differences(bits_of(watched), bits_of(made())) == []
     monkeypatch.setattr(Quarantine, "__call__", lambda self, step, held, arrived=None: (step, None))
     monkeypatch.setattr(Quarantine, "act", lambda self, made, mask=None: None)
-    assert differences(lane_bits(watched), lane_bits(made())) == []
+    assert differences(bits_of(watched), bits_of(made())) == []
 
 
 def test_moments_of_rows_that_all_count_are_those_without_a_mask():
@@ -452,7 +452,7 @@ class Passed:
 def test_a_gpu_is_asked_late_and_its_environments_are_restarted_between_ticks(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Passed())
     parts = begun(small_config(), env := Breaking(Pendulum(8), {20: [("state", [4])]}))
-    watch = parts.first.collector.quarantine
+    watch = parts.collector.quarantine
     watch.host = watch.together = False
     watch.restart = None
     ticks(parts, 4 + LAG)  # rows 16 to 19, the broken one and the rest of LAG
@@ -520,10 +520,10 @@ def test_it_may_end_in_the_warm_up(tmp_path):
 
 def test_the_black_box_goes_back_far_enough_and_no_further():
     env = Breaking(Pendulum(4), {70: [("state", [2])], 150: [("state", [1])]})
-    box_env = begun(small_config(num_envs=4), env).first.collector
+    collector = begun(small_config(num_envs=4), env).first.collector
     for _ in range(200):
-        box_env.run(1)
-    told = box_env.box.state_dict()
+        collector.run(1)
+    told = collector.recorder.state_dict()
     assert STEPS <= len(told["actions"]) <= 2 * STEPS
     assert told["restarts"]["mask"].tolist() == [[False, True, False, False]]
     env.load_state_dict(told["state"])
@@ -534,7 +534,7 @@ def test_the_black_box_goes_back_far_enough_and_no_further():
                 env.reset_where(mask)
         step = env.step(action)
     assert start + len(told["actions"]) == 216
-    assert torch.equal(step.obs["policy"], box_env.obs["policy"])
+    assert torch.equal(step.obs["policy"], collector.obs["policy"])
 
 
 def test_a_run_tells_once_of_rows_that_were_left_out(tmp_path):
@@ -570,8 +570,8 @@ def test_who_restarts_them_is_said():
 
 def test_what_cannot_be_replayed_is_said(tmp_path):
     parts = begun(small_config(), Pendulum(8))
-    parts.first.collector.box.forget()
-    blackbox.dump(tmp_path / "one", small_config(), parts.first.collector, parts.counters())
+    parts.collector.recorder.forget()
+    blackbox.dump(tmp_path / "one", small_config(), parts.collector, parts.counters())
     with pytest.raises(ConfigError, match="one of a simulator that saves its state"):
         next(replay(tmp_path / "one"))
 

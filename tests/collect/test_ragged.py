@@ -62,9 +62,9 @@ def sequences_of(env, steps=60):
     parts.start()
     parts.warm_up(16)
     parts.begin()
-    parts.first.collector.run(steps)
-    learner, cursor = parts.first.learners["v"], parts.first.learners["v"].draw.cursor
-    for mine, live in zip(cursor.tensors(), parts.first.collector.replays[0].live.tensors(), strict=True):
+    parts.collector.run(steps)
+    learner, cursor = parts.learners["v"], parts.learners["v"].draw.cursor
+    for mine, live in zip(cursor.tensors(), parts.collector.replays[0].live.tensors(), strict=True):
         mine.copy_(live)
     sequences, out = learner.state.priorities.sequences, {}
     start, usable = sequences.starts(cursor)
@@ -98,7 +98,7 @@ def test_sequences_are_those_of_the_same_history_without_delay():
 
 
 def test_the_action_that_was_sent_is_the_one_in_the_row():
-    """However often the lane has acted since: a late environment's action, and its noise, are left alone."""
+    """However often the slice has acted since: a late environment's action, and its noise, are left alone."""
     env = Late(late=0.3)
     change = {"algo": {"explore": {"kind": "redrawn", "repeat": True}}}
     ring = collected(env, **change).first.collector.replays[0]
@@ -134,13 +134,13 @@ def test_ratios_count_transitions(schedule, gone, short):
     parts.begin()
     sat_out = 0
     for _ in range(20):
-        before = parts.first.collector.behind_target()
-        updates = parts.first.jobs["v"].updates
+        before = parts.collector.behind_target()
+        updates = parts.jobs["v"].updates
         parts.schedule.tick()
-        rested = before if schedule == "concurrent" else parts.first.collector.behind_target()
-        assert parts.first.jobs["v"].updates - updates == (0 if rested else 2)  # a tick is four steps: p_per_v is 1/2
+        rested = before if schedule == "concurrent" else parts.collector.behind_target()
+        assert parts.jobs["v"].updates - updates == (0 if rested else 2)  # a tick is four steps: p_per_v is 1/2
         sat_out += rested
-        learned = parts.first.jobs["v"].updates / 0.5 * N
+        learned = parts.jobs["v"].updates / 0.5 * N
         made = env.rows - 16 * N
         assert abs(made - learned) <= 4 * N + N  # never ahead or behind by more than a tick and one group
     assert bool(sat_out) == bool(short)
@@ -155,13 +155,13 @@ def test_a_run_that_is_to_end_does_not_wait_for_its_warm_up():
     with Interrupt() as interrupt:
         interrupt.asked = True
         parts.warm_up(16)
-    assert (parts.env_steps, parts.first.collector.behind_target()) == (0, True)
+    assert (parts.env_steps, parts.collector.behind_target()) == (0, True)
 
 
 def test_no_environment_makes_more_rows_in_a_tick_than_the_guard_band_holds():
     env = Late(gone=(1, 2, 3, 4, 5, 6, 7))
     parts = collected(env, steps=0, algo={"n_step": 1})
-    ring = parts.first.collector.replays[0]
+    ring = parts.collector.replays[0]
     for _ in range(5):
         before = ring.live.head.clone()
         parts.schedule.tick()
@@ -189,16 +189,16 @@ def test_priorities_hold_with_columns_apart():
     change = {"family": "dqn", "n_step": 3, "priority": {"alpha": 0.6}, "target_period": 64}
     parts = collected(env, steps=25, algo=change, replay={"capacity": 100 * N})
     ranked, ring, cursor = (
-        parts.first.learners["v"].state.priorities,
-        parts.first.collector.replays[0],
-        parts.first.learners["v"].draw.cursor,
+        parts.learners["v"].state.priorities,
+        parts.collector.replays[0],
+        parts.learners["v"].draw.cursor,
     )
     ranked.open(cursor, torch.tensor(1.0))  # as of the newest seal
     leaves = ranked.tree.levels[0][: ring.rows * N].view(ring.rows, N)
     head = cursor.head
     for column in range(N):
         top = int(head[column])
-        low = max(0, top - ranked.reach)
+        low = max(0, top - ring.reach)
         row = torch.arange(low, max(low, top - 3))
         where = torch.full_like(row, column)
         mask = ring.targets(cursor, row, where, head[where], 3, GAMMA).mask

@@ -9,7 +9,7 @@ import torch
 from pql.contract.conformance import RULES, check_env
 from pql.contract.env import Discrete, capturable, find_factory, make_env
 from pql.contract.grouped import Grouped
-from pql.contract.last_action import Feedback
+from pql.contract.last_action import LastAction
 from pql.envs.catch import Catch
 from pql.envs.classic import Cartpole, Pendulum
 from pql.envs.toy import Counter
@@ -335,7 +335,7 @@ def test_a_subclass_does_not_inherit_that_its_step_can_be_captured(name, own, re
     env = Pendulum(2)
     env.step = lambda action: Pendulum.step(env, action)
     assert not capturable(env)
-    assert [capturable(Feedback(one(2))) for one in (Cartpole, type("Slow", (Cartpole,), own))] == [True, False]
+    assert [capturable(LastAction(one(2))) for one in (Cartpole, type("Slow", (Cartpole,), own))] == [True, False]
 
 
 def test_an_environment_that_is_captured_must_save_its_state():

@@ -62,7 +62,7 @@ def run(config, steps=STEPS, executor=None):
             parts.schedule.tick()
     finally:
         parts.schedule.executor.close()
-        parts.first.env.close()
+        parts.env.close()
     return parts
 
 
@@ -84,7 +84,7 @@ def test_alternating_groups_give_the_bits_of_one_after_the_other(kind, schedule,
 def test_alternating_groups_fill_a_rollout_with_the_same_bits(kind):
     serial, turns = (run(config_of(ON_POLICY[kind], grouped(overlap=overlap))) for overlap in (False, True))
     assert differences(bits(serial), bits(turns)) == []
-    ours, theirs = (parts.first.collector.stores[0].segment() for parts in (serial, turns))
+    ours, theirs = (parts.collector.stores[0].segment() for parts in (serial, turns))
     for name, one, other in zip(ours._fields, ours, theirs, strict=True):
         pairs = zip(one.values(), other.values(), strict=True) if isinstance(one, dict) else [(one, other)]
         assert all(torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)) for a, b in pairs), name
@@ -103,9 +103,9 @@ def test_alternating_halves_play_atari_with_the_same_bits():
     }
     serial, turns = (run(config_of(change, grouped(overlap=overlap)), 64) for overlap in (False, True))
     assert type(turns.first.env) is AtariVec
-    assert len(turns.first.collector.lanes) == 2
+    assert len(turns.first.collector.slices) == 2
     assert differences(bits(serial), bits(turns)) == []
-    frames = [parts.first.collector.stores[0].obs["policy"] for parts in (serial, turns)]
+    frames = [parts.collector.stores[0].obs["policy"] for parts in (serial, turns)]
     assert torch.equal(*frames)
     assert frames[0].unique().numel() > 2
 
@@ -165,18 +165,18 @@ def test_one_half_is_under_way_while_the_other_acts(overlap):
     config = small_config(algo={"schedule": "lockstep", "v_per_step": 0.25, "p_per_v": 1}, **grouped(overlap=overlap))
     parts = build(config, env)
     assert parts.counts.horizon == 4
-    act = parts.first.collector.actor._act
-    for lane in parts.first.collector.lanes:
-        lane.actor._act = lambda *args: (log.append("act"), act(*args))[1]
-    parts.first.collector.start(0)
-    parts.first.collector.run(3)
+    act = parts.collector.actor._act
+    for one in parts.collector.slices:
+        one.state.actor._act = lambda *args: (log.append("act"), act(*args))[1]
+    parts.collector.start(0)
+    parts.collector.run(3)
     if overlap:
         first = ["act", "send A", "act", "send B"]
         later = ["recv A", "act", "send A", "recv B", "act", "send B"]
         assert log == first + 2 * later + ["recv A", "recv B"]
     else:
         assert log == 3 * ["act", "send A", "recv A", "act", "send B", "recv B"]
-    assert parts.first.collector.steps == 3
+    assert parts.collector.steps == 3
     env.close()
 
 
@@ -281,11 +281,11 @@ class Falls(Pendulum):
 @pytest.mark.fault(6)
 def test_a_group_that_fails_ends_the_run_with_its_error():
     parts = build(small_config(), Grouped([Pendulum(4), Falls(4)]), executor=Inline())
-    parts.first.collector.start(0)
+    parts.collector.start(0)
     parts.begin()
     with pytest.raises(RunError, match="worker collector failed: ZeroDivisionError: the simulator fell over"):
         parts.schedule.tick()
-    parts.first.env.close()
+    parts.env.close()
 
 
 def test_simulators_made_before_one_that_fails_are_closed():
@@ -337,10 +337,10 @@ def _registered(monkeypatch):
 
 @pytest.mark.usefixtures("_registered")
 def test_groups_are_the_simulators_own_where_it_takes_the_keyword():
-    from pql.run.task import build_env, describe_env
+    from pql.run.environment import build_env, describe_env
 
     config = small_config(task={"name": "several"}, **grouped(4))
-    assert build_env(config).spec.groups == describe_env(config, torch.device("cpu")).groups == 4
+    assert build_env(config).spec.groups == describe_env(config).groups == 4
     assert type(build_env(config)) is Several
     assert build_env(config, num_envs=3).spec.groups == 1  # an evaluation's
     own = small_config(task={"name": "several", "kwargs": {"groups": 2}})
@@ -348,7 +348,7 @@ def test_groups_are_the_simulators_own_where_it_takes_the_keyword():
     other = small_config(**grouped(4))
     env = build_env(other)
     assert type(env) is Grouped
-    assert env.spec == describe_env(other, torch.device("cpu"))
+    assert env.spec == describe_env(other)
     assert (env.spec.groups, env.spec.num_envs) == (4, 8)
     env.close()
     assert type(build_env(other, num_envs=3)) is Pendulum
@@ -376,4 +376,4 @@ def test_groups_that_cannot_be_are_refused_by_name(changes, message):
 def test_a_live_environment_has_the_groups_it_has():
     with pytest.raises(ConfigError, match=r"placement\.groups=2.*null or 1, as pendulum has"):
         build(small_config(**grouped()), Pendulum(8))
-    assert len(build(small_config(), make_env("pendulum", 8)).first.collector.lanes) == 1
+    assert len(build(small_config(), make_env("pendulum", 8)).first.collector.slices) == 1

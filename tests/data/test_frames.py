@@ -1,13 +1,11 @@
 """Frame stacks of the replay ring: stored once, and sampled as the environment returned them. Also other data of an
 Atari agent: discrete actions and extra columns."""
 
-import random
-from collections import Counter as Tally
 from dataclasses import replace
 
 import pytest
 import torch
-from histories import CPU, SCENARIOS, Recorded, assert_same, assert_shows, run_history, specs
+from histories import CPU, Recorded
 
 from pql.contract.env import Box, Discrete, EnvSpec, ObsSpec
 from pql.contract.spec_json import spec_from_dict, spec_to_dict
@@ -18,36 +16,6 @@ from pql.types import Acted, Step
 
 ATARI = {"policy": ObsSpec((4, 84, 84), torch.uint8, stack=4)}
 KINDS = ("step", "step", "step", "terminate", "truncate", "life", "lose", "restart")
-
-
-@pytest.mark.parametrize("unequal", [pytest.param(False, marks=pytest.mark.slow), True], ids=["together", "apart"])
-@pytest.mark.parametrize("next_step", [False, True], ids=["same_step", "next_step"])
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_stacks_equal_what_the_environment_showed(name, next_step, unequal):
-    """Of every window's first observation and of its successor, after wraps, with the writer running ahead."""
-    rates, expected = SCENARIOS[name]
-    depth = {(False, False): 4, (False, True): 3, (True, False): 4, (True, True): 2}[next_step, unequal]
-    kinds = run_history(rates, depth, next_step, unequal, depth)
-    assert expected <= set(kinds) | {"dropped", "lost"}
-    assert kinds.total() > 400  # 40 of these: more than 16,000 windows
-
-
-@pytest.mark.parametrize("kind", ["step", "terminate", "truncate", "life"])
-def test_a_restart_from_outside_cuts_the_stack(kind):
-    """Also one before the first row; a lost life cuts nothing."""
-    ring = Recorded(2, 20, 1, depth=4)
-    ring.restart()
-    for what in ("step", "step", kind, "step"):
-        ring.insert([what] * 2)
-    ring.restart()
-    for _ in range(3):
-        ring.insert(["step"] * 2)
-        ring.seal()
-        batch = ring.everything(2, 0.9)
-        ring.check(batch, int(ring.cursor.lost), 2, 0.9)
-    blank = (batch.obs["stack"][batch.mask > 0] == 0).flatten(2).all(2).sum(1)  # older frames than the episode
-    both = [3, 2, 1, *((0,) if kind in ("step", "life") else (3,))]
-    assert sorted(blank.tolist()) == sorted([*both, 3, 2, 1] * 2)
 
 
 @pytest.mark.parametrize("head", [5, 40])
@@ -67,39 +35,6 @@ def test_frames_in_flight_are_never_read(head):
     batch = ring.everything(1, 0.9)
     assert batch.mask.sum() == 2 * drawn
     ring.check(batch, 0, 1, 0.9)
-
-
-def test_observation_only_rings_stack_too():
-    full, lean = (Recorded(3, 14, 2, next_step=True, obs_only=lean, depth=4) for lean in (False, True))
-    rng = random.Random(0)
-    shown = Tally()
-    for t in range(30):
-        kinds = [rng.choice(KINDS) for _ in range(3)]
-        for ring in (full, lean):
-            ring.insert(kinds)
-            ring.seal()
-        views = [r.replay.sample_obs(r.cursor, 16, torch.Generator().manual_seed(t)) for r in (full, lean)]
-        seen = full.shown()
-        assert torch.equal(views[0].mask, views[1].mask)
-        for k in views[0].mask.nonzero().flatten().tolist():
-            number = int(views[0].obs["policy"][k, 0])
-            for view in views:
-                assert_shows(view.obs, k, number, seen)
-            shown[seen[number].count(0)] += 1
-    assert min(shown[k] for k in range(4)) > 10
-
-
-def test_state_restores_in_place_and_continues_bit_for_bit():
-    one, two = Recorded(3, 16, 2, depth=3), Recorded(3, 16, 2, depth=3)
-    rng = random.Random(1)
-    for _ in range(25):
-        one.insert([rng.choice(KINDS) for _ in range(3)])
-    two.replay.load_state_dict({k: t.clone() for k, t in one.replay.state_dict().items()})
-    for ring in (one, two):
-        ring.seal()
-    batches = [r.replay.sample(r.cursor, 64, 3, 0.9, torch.Generator().manual_seed(5)) for r in (one, two)]
-    assert batches[0].mask.sum() > 0
-    assert_same(*batches)
 
 
 # --- discrete actions and extra columns ---
@@ -154,14 +89,6 @@ def test_a_million_frames_fit_in_7_2_gigabytes():
         need = replay_bytes(replace(layout, rows=rows))
         assert rows == 1_000_000 // num_envs
         assert 7.05e9 < need * 1_000_000 / (rows * num_envs) <= 7.2e9
-
-
-@pytest.mark.parametrize(("depth", "size", "extra"), [(1, None, ("q",)), (4, None, ()), (3, 2, ("q", "value"))])
-def test_bytes_computed_are_bytes_allocated(depth, size, extra):
-    layout = ReplayLayout(specs(depth), size, 3, 20, 2, True, torch.float16, extra)
-    replay = Replay(layout, CPU)
-    tensors = [*replay.obs.values(), *replay.extra.values(), replay.flags, replay.action, replay.reward]
-    assert sum(t.nbytes for t in tensors) == replay_bytes(layout)
 
 
 def test_a_checkpoint_remembers_which_groups_are_stacks():

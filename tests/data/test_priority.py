@@ -35,28 +35,11 @@ def find(tree, *masses):
 # -- the tree ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fanout", [2, 3, 128])
-def test_the_tree_finds_the_leaf_that_holds_a_mass(fanout):
-    tree = tree_of([0.5, 1.0, 0.5, 0.5], fanout)
-    assert tree.total == 2.5
-    assert find(tree, 1.5, 1.0) == [2, 1]
-    assert find(tree, 0.0, 0.49, 0.5, 1.49, 2.0, 2.49) == [0, 0, 1, 1, 3, 3]
-
-
 def test_a_million_leaves_take_three_levels():
     tree = SumTree(1_000_000, CPU)
     assert [level.numel() for level in tree.levels] == [1_000_064, 7936, 128]
     tree.set(torch.tensor([0, 999_999]), torch.tensor([1.0, 3.0], dtype=torch.float64))
     assert find(tree, 0.5, 1.0, 3.9) == [0, 999_999, 999_999]
-
-
-def test_of_duplicates_the_largest_counts_and_everything_else_stays():
-    tree = tree_of([1.0, 2.0, 3.0, 4.0, 5.0], fanout=2)
-    tree.set(torch.tensor([1, 3, 1, 1]), torch.tensor([0.5, 9.0, 0.75, 0.25], dtype=torch.float64))
-    assert tree.levels[0][:5].tolist() == [1.0, 0.75, 3.0, 9.0, 5.0]
-    assert tree.total == 18.75
-    tree.set(torch.tensor([3]), torch.tensor([0.125], dtype=torch.float64))  # down again: no memory of the maximum
-    assert tree.total == 9.875
 
 
 def test_rounding_never_leads_to_an_empty_leaf():

@@ -16,12 +16,19 @@ from pql.envs.toy import Counter
 @pytest.mark.parametrize("unequal", [pytest.param(False, marks=pytest.mark.slow), True], ids=["together", "apart"])
 @pytest.mark.parametrize("next_step", [False, True], ids=["same_step", "next_step"])
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_windows_equal_the_oracle(name, next_step, unequal):
+@pytest.mark.parametrize("stacks", [False, True], ids=["plain", "stacks"])
+def test_windows_equal_the_oracle(name, next_step, unequal, stacks):
+    """With stacks, both observations of a window are those that the environment showed."""
     rates, expected = SCENARIOS[name]
-    kinds = sum((run_history(rates, seed, next_step, unequal) for seed in range(3)), Tally())
-    ends = set(rates) - {"life", "restart", "cut"}
-    assert set(kinds) == expected | ({"filler"} if ends else set())
-    assert kinds.total() > 400  # 40 of these: more than 20,000 windows
+    if stacks:
+        depth = 2 if unequal and next_step else 3 if unequal else 4
+        kinds = run_history(rates, depth, next_step, unequal, depth)
+        assert expected <= set(kinds) | {"dropped", "lost"}
+    else:
+        kinds = sum((run_history(rates, seed, next_step, unequal) for seed in range(3)), Tally())
+        ends = set(rates) - {"life", "restart", "cut"}
+        assert set(kinds) == expected | ({"filler"} if ends else set())
+    assert kinds.total() > 400  # 80 of these: more than 36,000 windows
 
 
 def test_all_environments_time_out_at_once():
@@ -90,10 +97,11 @@ def test_rows_in_flight_are_never_read():
     assert kinds == {"plain": 21}
 
 
-@pytest.mark.parametrize("kind", ["step", "terminate", "truncate"])
-def test_a_restart_from_outside_ends_every_window(kind):
+@pytest.mark.parametrize("depth", [1, 4])
+@pytest.mark.parametrize("kind", ["step", "terminate", "truncate", "life"])
+def test_a_restart_from_outside_ends_every_window_and_stack(kind, depth):
     """No window crosses into the new episode, and none is lost."""
-    ring = Recorded(2, 24, 1)
+    ring = Recorded(2, 24, 1, depth=depth)
     ring.restart()  # also before the first row
     for what in ("step", "step", kind):
         ring.insert([what] * 2)

@@ -6,7 +6,7 @@ from collections import Counter as Tally
 
 import pytest
 import torch
-from histories import CPU, SPECS, Recorded, assert_same, stack
+from histories import CPU, SPECS, Recorded, specs, stack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import chi_square_fits
@@ -77,8 +77,9 @@ def test_one_large_batch_splits_into_its_parts():
         assert part.mask.shape == part.weight.shape == (3,)
 
 
-def test_observation_only_ring_equals_the_full_one_and_masks_fillers():
-    full, lean = Recorded(3, 12, 2, next_step=True), Recorded(3, 12, 2, next_step=True, obs_only=True)
+@pytest.mark.parametrize("depth", [1, 4])
+def test_observation_only_ring_equals_the_full_one_and_masks_fillers(depth):
+    full, lean = (Recorded(3, 14, 2, next_step=True, obs_only=lean, depth=depth) for lean in (False, True))
     rng, seen = random.Random(0), Tally()
     for t in range(40):
         kinds = [rng.choice(("step", "step", "truncate", "terminate")) for _ in range(3)]
@@ -90,12 +91,12 @@ def test_observation_only_ring_equals_the_full_one_and_masks_fillers():
         assert torch.equal(one.weight, torch.ones(16))
         by_obs = {e.obs: e.valid for events in full.events for e in events}
         for k in range(16):
-            assert all(torch.equal(one.obs[g][k], two.obs[g][k]) for g in SPECS)
+            assert all(torch.equal(one.obs[g][k], two.obs[g][k]) for g in specs(depth))
             valid = by_obs[int(one.obs["policy"][k, 0])]
             assert one.mask[k].item() == float(valid)
             seen[valid] += 1
     assert min(seen[True], seen[False]) > 100
-    assert set(lean.replay.state_dict()) == {"obs.policy", "obs.frame", "flags", "head"}
+    assert set(lean.replay.state_dict()) == {*(f"obs.{k}" for k in specs(depth)), "flags", "head"}
 
 
 # --- memory ---
@@ -126,7 +127,7 @@ def test_storage_keeps_its_precision_and_bytes_stay_bytes(dtype):
 
 
 SIZES = st.tuples(
-    st.lists(st.tuples(st.integers(1, 5), st.booleans()), min_size=1, max_size=3),  # observation groups
+    st.lists(st.tuples(st.integers(1, 5), st.booleans(), st.integers(1, 4)), min_size=1, max_size=3),  # groups
     st.integers(1, 6),
     st.integers(1, 7),
     st.integers(1, 3),
@@ -136,16 +137,19 @@ SIZES = st.tuples(
 
 
 def spec_of(groups):
-    return {str(k): ObsSpec((d,), torch.uint8 if b else torch.float32) for k, (d, b) in enumerate(groups)}
+    """Groups of (size, bytes, frames of a stack)."""
+    types = (torch.float32, torch.uint8)
+    return {str(k): ObsSpec((n, d) if n > 1 else (d,), types[b], n) for k, (d, b, n) in enumerate(groups)}
 
 
 @settings(max_examples=40, deadline=None, derandomize=True, database=None)
-@given(sizes=SIZES, rows=st.integers(4, 50))
-def test_bytes_computed_are_bytes_allocated(sizes, rows):
+@given(sizes=SIZES, rows=st.integers(4, 50), discrete=st.booleans(), extra=st.sampled_from([(), ("q", "value")]))
+def test_bytes_computed_are_bytes_allocated(sizes, rows, discrete, extra):
     groups, action, num_envs, horizon, fillers, dtype = sizes
-    layout = ReplayLayout(spec_of(groups), action, num_envs, rows, horizon, fillers, dtype)
+    size = None if discrete else action
+    layout = ReplayLayout(spec_of(groups), size, num_envs, rows, horizon, fillers, dtype, extra)
     replay = Replay(layout, CPU)
-    tensors = [*replay.obs.values(), *(getattr(replay, name) for name in STORED)]
+    tensors = [*replay.obs.values(), *replay.extra.values(), *(getattr(replay, name) for name in STORED)]
     assert sum(t.nbytes for t in tensors) == replay_bytes(layout)
 
 
@@ -180,28 +184,6 @@ def test_preflight_names_the_largest_capacity_that_fits(sizes, rows, share):
 # --- checkpoints ---
 
 
-def test_state_restores_in_place_and_continues_bit_for_bit():
-    one, two = Recorded(3, 12, 2), Recorded(3, 12, 2)
-    rng = random.Random(1)
-    plan = [[rng.choice(("step", "step", "truncate", "terminate")) for _ in range(3)] for _ in range(40)]
-    for kinds in plan[:20]:
-        one.insert(kinds)
-    addresses = {k: t.data_ptr() for k, t in two.replay.state_dict().items()}
-    two.replay.load_state_dict({k: t.clone() for k, t in one.replay.state_dict().items()})
-    two.sims, two.events = one.sims, one.events
-    after = {k: t.data_ptr() for k, t in two.replay.state_dict().items()}
-    assert after == addresses
-    assert {"obs.policy", "obs.frame", "reward", "head"} <= set(after)
-    for kinds in plan[20:]:
-        for ring in (one, two):
-            ring.seal()
-        batches = [r.replay.sample(r.cursor, 32, 3, 0.9, torch.Generator().manual_seed(5)) for r in (one, two)]
-        assert batches[0].mask.sum() > 0
-        assert_same(*batches)
-        one.insert(kinds)
-        two.replay.insert(*stack(one.newest))
-
-
 def test_state_is_the_rows_in_use_and_no_more():
     ring = Recorded(3, 100, 2)
     sizes = []
@@ -217,7 +199,9 @@ def copied(ring: Replay) -> Replay:
     """Restore a ring as a checkpoint does: a new one, filled from a flat copy of its state."""
     flat = {k: v.clone() for k, v in flatten({"ring": ring.state_dict()}).items()}
     fresh = Recorded(ring.num_envs, ring.rows, ring.horizon // 2, depth=max(ring.stacks.values())).replay
+    addresses = {k: t.data_ptr() for k, t in fresh.state_dict().items()}
     fresh.load_state_dict(unflatten(flat, {"ring": fresh.state_dict()})["ring"])
+    assert {k: t.data_ptr() for k, t in fresh.state_dict().items()} == addresses
     return fresh
 
 
@@ -291,10 +275,7 @@ def test_a_ring_of_an_older_release_is_taken(behind):
             "checkpoint=reward: expected 24 to 36 rows, from this run's settings",
         ),
         (lambda s: s | {"flags": s["flags"].repeat(20)}, "checkpoint=flags: expected 24 to 36 rows, .*, not 600"),
-        (
-            lambda s: s | {"obs.policy": s["obs.policy"][:0]},
-            "obs.policy: expected 24 to 36 rows",
-        ),
+        (lambda s: s | {"obs.policy": s["obs.policy"][:0]}, "obs.policy: expected 24 to 36 rows"),
         (lambda s: s | {"head": s["head"][:1]}, "checkpoint=head: expected 3 to 3 rows"),
     ],
 )

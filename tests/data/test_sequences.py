@@ -192,25 +192,6 @@ def leaves(ranked):
     return {(int(ranked.entered[k]), int(k) % count): float(level[k]) for k in level.nonzero()[:, 0]}
 
 
-def test_a_priority_belongs_to_its_sequence_until_the_collector_needs_its_rows():
-    truth, ranked, new = {}, None, 0
-    for ring, _, rng in history("truncations", 3, False, True):
-        ranked = ranked or ranked_of(ring)
-        ranked.open(ring.cursor, torch.ones(()))
-        allowed = ring.allowed()
-        largest = float(ranked.largest)
-        new += len(allowed - {*truth})
-        truth = {pair: truth.get(pair, largest) for pair in allowed}
-        assert leaves(ranked) == pytest.approx(truth)
-        if not truth:
-            continue
-        (start, i), error = rng.choice(sorted(truth)), rng.random() * 3
-        index = start // ring.period % ring.states.slots * len(ring.sims) + i
-        ranked.update(torch.tensor([index]), torch.tensor([error]), torch.ones(1))
-        truth[start, i] = (error + 1e-6) ** 0.9
-    assert new > 20
-
-
 def error_when_acted(ring, i, row, scale):
     """A row's TD error by the values that its actor stored; None where they do not give one."""
     events = ring.events[i]

@@ -79,9 +79,9 @@ def test_the_file_holds_each_frame_once(tmp_path):
     assert any(not e.valid for events in ring.events for e in events)
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, database=None)
-@given(st.integers(0, 2**32), st.booleans(), st.integers(2, 4), st.integers(1, 5), st.integers(10, 30))
-def test_a_saved_ring_prefills_stacks_for_any_number_of_environments(seed, next_step, depth, num_envs, steps):
+@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+@given(st.integers(0, 2**32), st.booleans(), st.integers(1, 4), st.integers(1, 5), st.integers(10, 30))
+def test_a_saved_ring_prefills_any_number_of_environments(seed, next_step, depth, num_envs, steps):
     ring = recorded(seed, steps, 24, next_step, depth)
     collector = FakeCollector(specs(depth), num_envs, 200)
     with TemporaryDirectory() as folder:

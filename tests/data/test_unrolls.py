@@ -190,11 +190,11 @@ def targets_of(env, rounds):
     """V-trace targets and weights of every unroll, by environment and first row, for another policy than that which
     acted."""
     parts = begin(env, {"algo": {"schedule": "lockstep"}})
-    learner, store = parts.first.learners["learner"], parts.first.collector.stores[0]
-    parts.first.collector.actor.policy.head.weight.data.add_(0.3)
+    learner, store = parts.learners["learner"], parts.collector.stores[0]
+    parts.collector.actor.policy.head.weight.data.add_(0.3)
     reader, out = learner.state.reader, {}
     for _ in range(rounds):
-        parts.first.collector.run(6)
+        parts.collector.run(6)
         for mine, theirs in zip(reader.tensors(), store.tensors(), strict=True):
             mine.copy_(theirs)
         batch = next(iter(learner.draw(1, learner.gen)))
@@ -242,11 +242,11 @@ def test_ratios_count_transitions(schedule, gone):
     """An update for every T * N transitions of any environments; every complete unroll is used once."""
     env = Late(gone=gone, late=0.1, **HISTORY)
     parts = begin(env, {"algo": {"schedule": schedule}})
-    store, learner = parts.first.collector.stores[0], parts.first.learners["learner"]
+    store, learner = parts.collector.stores[0], parts.learners["learner"]
     ahead = 6 * 8 * (schedule == "concurrent")
     for _ in range(30):
         parts.schedule.tick()
-        updates = parts.first.jobs["learner"].updates
+        updates = parts.jobs["learner"].updates
         made = env.rows - 2 * 8 - ahead
         assert abs(made - updates * 6 * 8) <= 2 * 6 * 8  # never ahead or behind by more than a short tick and a group
         unread = int(store.completed - learner.state.reader.taken)
@@ -261,7 +261,7 @@ def test_rows_know_how_old_the_policy_was_that_made_them():
     lags = []
     for late in (0.0, 0.2):
         parts = ticks(begin(Late(late=late, **HISTORY)), 20)
-        lags.append(parts.first.jobs["learner"].metrics.drain())
+        lags.append(parts.jobs["learner"].metrics.drain())
     assert 1 < lags[0]["lag/rows_mean"] <= lags[0]["lag/rows_max"] <= 2
     assert lags[0]["lag/rows_mean"] < lags[1]["lag/rows_mean"] < 3
     assert 2 < lags[1]["lag/rows_max"] < 5
@@ -309,4 +309,4 @@ def test_who_waits_for_everybody():
     plain = {"schedule": "lockstep", "vtrace": {"enabled": False}}
     for algo, apart in (({}, True), (APPO, True), (merge(APPO, own), False), (merge(APPO, plain), False)):
         parts = build(config_of(merge(RUN, {"algo": algo})), env=Late(**HISTORY), executor=Inline())
-        assert parts.first.collector.late is apart
+        assert parts.collector.state.late is apart

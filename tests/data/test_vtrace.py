@@ -78,17 +78,6 @@ def test_on_policy_targets_are_lambda_returns(lam):
     assert 0 < segment.mask.mean() < 1
 
 
-def test_on_policy_and_undisturbed_the_target_is_the_n_step_return():
-    gen = torch.Generator().manual_seed(0)
-    reward, value = torch.randn(6, 3, generator=gen), torch.randn(7, 3, generator=gen)
-    one = torch.ones(6, 3)
-    out = vtrace(torch.zeros(6, 3), ValuedRows(reward, 0.9 * one, value[:6], value[1:], one, one), VtraceConfig())
-    for t in range(6):
-        n_step = sum(0.9**k * reward[t + k] for k in range(6 - t)) + 0.9 ** (6 - t) * value[6]
-        torch.testing.assert_close(out.target[t], n_step)
-        torch.testing.assert_close(out.advantage[t], n_step - value[t])
-
-
 def test_ratios_beyond_every_bound_stay_finite():
     log_ratio = torch.tensor([[200.0], [-200.0], [float("inf")]])
     one = torch.ones(3, 1)

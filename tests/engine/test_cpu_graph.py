@@ -220,7 +220,7 @@ def test_captured_runs_equal_eager_ones(run, recwarn, cases):
     config = RUNS[run]
     captured, eager = (start(dataclasses.replace(config, graphs=g), Inline()) for g in ("on", "off"))
     for parts, program in ((captured, True), (eager, False)):
-        graphs = [job.graph for job in parts.first.jobs.values()] + [lane._act for lane in parts.first.collector.lanes]
+        graphs = [job.graph for job in parts.jobs.values()] + [one._act for one in parts.collector.slices]
         assert len(graphs) >= 2
         assert {type(graph.graph) for graph in graphs} == {Recorded if program else type(None)}
     ticks(captured, cases)
@@ -248,7 +248,7 @@ def test_off_means_eager():
 
 def test_small_runs_are_captured_by_default():
     parts = start(small_config(graphs=Config().graphs), Inline())
-    assert all(isinstance(job.graph.graph, Recorded) for job in parts.first.jobs.values())
+    assert all(isinstance(job.graph.graph, Recorded) for job in parts.jobs.values())
 
 
 def test_a_program_keeps_no_intermediate_results():

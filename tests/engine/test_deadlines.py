@@ -24,7 +24,7 @@ from pql.engine.deadlines import Limit, answer_of, idle_get, start_limit, step_l
 from pql.engine.executors import Streams, Threads
 from pql.engine.interrupt import Interrupt
 from pql.errors import HungError, RunError
-from pql.remote.process.near import Far
+from pql.remote.process.child import ChildProcess
 from pql.remote.slot_table import FLYING, READY, SlotTable
 from pql.reports.watch import server
 from pql.run.log.film import Filmer
@@ -60,8 +60,8 @@ ALLOWED = {
     "contract/last_action.py:_recv": STEP,
     "collect/env_slice.py:receive": STEP,
     "envs/atari.py:step": STEP,
-    "envs/atari.py:recv": STEP,
-    "remote/actor/atari.py:step": STEP,
+    "envs/atari_core.py:receive": STEP,
+    "envs/atari.py:recv": DEVICE,
     "remote/process/near.py:step": "ProcessVec.result, which has the deadline of a step",
     "remote/process/far.py:guard_group": "a child that only forks once more; the start has a deadline",
     "envs/atari.py:_show": DEVICE,
@@ -478,7 +478,7 @@ def awaiting_a_simulator_s_process(tmp_path, monkeypatch):
     program = tmp_path / "python"
     program.write_text("#!/bin/sh\nexec sleep 60\n")
     program.chmod(0o755)
-    far = Far(str(program))
+    far = ChildProcess(str(program))
     return lambda: far.ask("build", 60), far.kill
 
 

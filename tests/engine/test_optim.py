@@ -124,7 +124,7 @@ def test_the_betas_of_the_settings_are_those_of_every_step(family, monkeypatch):
         assert len({*steps}) == 1
         assert steps[0][1:] == ((0.7, 0.95) if "critic" in ADAMS[family] else (0.6, 0.9))
         return
-    state = next(learner.state for learner in parts.first.learners.values() if hasattr(learner.state, "critic"))
+    state = next(learner.state for learner in parts.learners.values() if hasattr(learner.state, "critic"))
     size = state.critic.data.numel()
     assert {(n == size, *betas) for n, *betas in steps} == {(True, 0.7, 0.95), (False, 0.6, 0.9)}
 
@@ -137,7 +137,7 @@ def test_learning_rates_of_q_networks_fall_within_the_updates(family, kind, thir
     config = replace(FAMILIES[family], graphs="off")
     schedule = {"lr_schedule": kind, "lr_updates": 6, "lr_final": 0.1}
     parts = go_on(start(replace(config, algo=changed(config.algo, schedule)), Inline()), 12)
-    assert len(rates) == parts.first.learners["v"].state.clock.updates > 8
+    assert len(rates) == parts.learners["v"].state.clock.updates > 8
     first = config.algo.critic.lr
     assert [rates[k] / first for k in (0, 2, 6, 8)] == pytest.approx([1, third, 0.1, 0.1])
     assert rates == sorted(rates, reverse=True)
@@ -236,7 +236,7 @@ def test_eps_of_the_config_reaches_the_optimisers(family):
     algo = on_policy if family in ("adam", "rmsprop") else {"family": family, "critic": {"eps": 0.25}}
     algo["policy"] = {"eps": 0.5}
     parts = build(small_config(algo=algo))
-    eps = {name: learner.state.optimizer.eps for name, learner in parts.first.learners.items()}
+    eps = {name: learner.state.optimizer.eps for name, learner in parts.learners.items()}
     assert eps == ({"learner": 0.5} if family in ("adam", "rmsprop") else {"v": 0.25, "p": 0.5})
 
 

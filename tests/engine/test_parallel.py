@@ -171,7 +171,7 @@ def test_a_learners_burst_takes_its_turn():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "current_device", lambda: 0)
-        for name, job in parts.first.jobs.items():
+        for name, job in parts.jobs.items():
             job.connect(Group(order=Noting(name)))
         parts.schedule.tick()
     assert notes == ["v", "p"] * parts.counts.rounds
@@ -208,7 +208,7 @@ def learners(setting: str):
     algo = {**algo, "schedule": "lockstep", **({} if setting == "sac" else {"smoothing": 0.0})}
     for k, v in SETTINGS[setting].items():
         algo[k] = {**algo[k], **v} if isinstance(v, dict) else v
-    return build(small_config(algo=algo), executor=Inline()).first.learners
+    return build(small_config(algo=algo), executor=Inline()).learners
 
 
 def batches() -> tuple[Batch, ObsBatch]:
@@ -277,7 +277,7 @@ def value_learner(variant: str):
     config = dqn_runs.config_of(
         dqn_runs.VARIANTS[variant], {"critic": {"hidden": [16], "grad_clip": 0.01}, "target_period": 8}
     )
-    return build(config, executor=Inline()).first.learners["v"]
+    return build(config, executor=Inline()).learners["v"]
 
 
 def value_batch() -> Batch:
@@ -312,7 +312,7 @@ def rollout_values() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """PQN's learner after three updates in one process, and by both on halves."""
     algo = {"critic": {"hidden": [16], "grad_clip": 0.01}, "family": "pqn", "schedule": "lockstep"}
     config = small_config(task={"name": "cartpole"}, algo={**algo, "horizon": 4})
-    whole, shared = (build(config, executor=Inline()).first.learners["learner"] for _ in range(2))
+    whole, shared = (build(config, executor=Inline()).learners["learner"] for _ in range(2))
     shared.state.connect(group())
     rows = value_batch()
     batch = pqn.ValueMinibatch(rows.obs, rows.action, rows.reward, rows.mask)
@@ -364,13 +364,13 @@ def on_policy(setting: str) -> dict[str, dict[str, Tensor]]:
         }
     )
     parts = start(config, Inline())
-    parts.first.workers["collector"].run(8)
-    learner = parts.first.learners["learner"]
-    segment = parts.first.collector.stores[0].segment()
+    parts.workers["collector"].run(8)
+    learner = parts.learners["learner"]
+    segment = parts.collector.stores[0].segment()
     mask = segment.mask.clone()
     mask[:3, :2] = 0
     segment = segment._replace(mask=mask)
-    other = start(config, Inline()).first.learners["learner"].state  # the same weights
+    other = start(config, Inline()).learners["learner"].state  # the same weights
     other.progress.carry = half(other.progress.carry)
     out = {}
     for name, state, part in (("whole", learner.state, segment), ("shared", other, segment_half(segment))):

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from pql.config.compose import compose
 from pql.contract.env import ObsSpec
 from pql.data.sizes import ReplayLayout, preflight
 from pql.engine.executors import Inline
-from pql.engine.placement import available_bytes, device_memory
+from pql.engine.placement import Machine, available_bytes, device_memory, machine_of
 from pql.errors import ConfigError, gib
 
 
@@ -113,7 +114,7 @@ def test_real_runs_are_measured(capsys, monkeypatch, algo, parts):
 def test_luck_does_not_count(capsys, monkeypatch, anew, last):
     """The winner of many measurements is measured once more against the default."""
     machine = Made(lambda split: {"v": 1.0, "collector": 0.5, "p": 0.5})
-    monkeypatch.setattr(placement, "RealTrial", lambda config, split: machine(split))
+    monkeypatch.setattr(placement, "Trial", lambda config, split: machine(split))
     monkeypatch.setattr(placement, "available_cores", lambda: 2)
     ratios = iter([1.1, 1.0, 1.0, anew])
     monkeypatch.setattr(placement, "faster", lambda a, b, seconds, rounds: next(ratios))
@@ -133,7 +134,7 @@ def test_mistakes_are_one_line(capsys, monkeypatch):
         error = capsys.readouterr().err
         assert message in error
         assert error.count("\n") == 1
-    monkeypatch.setattr(placement, "worker_devices", lambda config, learners: {})
+    monkeypatch.setattr(placement, "machine_of", lambda config: Machine({}, {}))
     with pytest.raises(ConfigError, match="expected a worker or a simulator with threads on the CPU"):
         placement.splits(compose(["task=pendulum", "device=cpu"]))
 
@@ -155,11 +156,11 @@ def test_a_p_learner_on_another_device_learns_the_same(algo, monkeypatch):
     config = small_config(algo=algo)
     reference = bits(go_on(start(config, Inline()), 6))
     places = {"v": torch.device("cpu"), "p": torch.device("cpu:0"), "collector": torch.device("cpu")}
-    monkeypatch.setattr("pql.run.build.worker_devices", lambda config, learners: places)
+    monkeypatch.setattr("pql.run.build.machine_of", lambda config: replace(machine_of(config), devices=places))
     parts = go_on(start(config, Inline()), 6)
-    rings = parts.first.collector.stores
+    rings = parts.collector.stores
     assert [ring.obs_only for ring in rings] == [False, True]
-    assert parts.first.learners["p"].draw.replay is rings[1]
+    assert parts.learners["p"].draw.replay is rings[1]
     apart = bits(parts)
     shared = {k: v for k, v in reference.items() if k in apart}
     assert len(shared) > 10
@@ -178,7 +179,8 @@ def test_a_p_learner_on_another_device_learns_the_same(algo, monkeypatch):
 )
 def test_a_process_s_limit_on_a_device_counts(monkeypatch, free, share, reserved, left):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free << 30, 140 << 30))
-    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: share)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", {0: share}.__getitem__)  # it takes no "cuda"
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved << 30)
     device = torch.device("cuda")
     assert device_memory(device) == left << 30

@@ -24,7 +24,7 @@ def test_a_late_publisher_is_waited_for_and_the_lag_stays_one_tick(trial):
     config = small_config(seed=trial)
     reference = bits(go_on(start(config, Inline()), 8))
     parts, name, at = start(config, Threads(ORDERS[trial % 3]), trace), rng.choice("vp"), rng.randrange(1, 8)
-    for slot in parts.first.workers[name].publishes:
+    for slot in parts.workers[name].publishes:
 
         def publish(real=slot.publish, slot=slot):
             if slot.version == at:
@@ -50,7 +50,7 @@ def test_a_publication_that_is_lost_ends_the_run_by_the_name_of_the_weights(tria
     rng = random.Random(trial)
     parts, at = start(small_config(), Threads(ORDERS[trial % 3])), rng.randrange(1, 6)
     owner, name = rng.choice([("p", "policy"), ("v", "critic")])
-    (slot,) = (slot for slot in parts.first.workers[owner].publishes if slot.name == name)
+    (slot,) = (slot for slot in parts.workers[owner].publishes if slot.name == name)
     ticks(parts, at)
     slot.publish = lambda: slot.version
     ticks(parts, 1)  # which read the version before
@@ -60,15 +60,19 @@ def test_a_publication_that_is_lost_ends_the_run_by_the_name_of_the_weights(tria
     assert not threads_left()
 
 
+def replicas_of(parts):
+    return getattr(parts, "replicas", [parts])
+
+
 def zero_everything(parts):
     """Make every learner publish zeros from the next tick on, and stop learning. Return the slots with weights."""
     slots = []
-    for one in parts.replicas:
+    for one in replicas_of(parts):
         for name, worker in one.workers.items():
             if name != "collector":
                 worker.job = lambda count: None
         slots += [slot for name, slot in one.slots.items() if name in WEIGHTS]
-    evaluated = [t for one in parts.replicas for t in one.policy.state_dict().values()]  # perhaps an average
+    evaluated = [t for one in replicas_of(parts) for t in one.policy.state_dict().values()]  # perhaps an average
     with torch.no_grad():
         for tensor in [*evaluated, *(t for slot in slots for t in slot.source)]:
             tensor.zero_()
@@ -77,7 +81,7 @@ def zero_everything(parts):
 
 def read(parts, slots):
     """Every worker's own copies of ``slots``."""
-    workers = [worker for one in parts.replicas for worker in one.workers.values()]
+    workers = [worker for one in replicas_of(parts) for worker in one.workers.values()]
     return [t for worker in workers for slot, target in worker.pulls if slot in slots for t in target]
 
 
@@ -93,9 +97,9 @@ def test_published_zeros_reach_every_worker_and_the_evaluator(family, trial):
     assert any(t.count_nonzero() for t in before)
     ticks(parts, 3)  # an encoder goes from the critic's learner to the policy's, and from there to the collector
     assert not any(t.count_nonzero() for t in read(parts, slots))
-    policy = fresh_policy(parts.config, parts.first.env.spec, "cpu")
+    policy = fresh_policy(parts.config, parts.env.spec, "cpu")
     policy.load_state_dict(snapshot(parts))
-    obs = {k: torch.randint(0, 9, (5, *s.shape)).to(s.dtype) for k, s in parts.first.env.spec.obs.items()}
+    obs = {k: torch.randint(0, 9, (5, *s.shape)).to(s.dtype) for k, s in parts.env.spec.obs.items()}
     action = policy(obs)
     assert torch.equal(action, action[:1].expand_as(action))
 

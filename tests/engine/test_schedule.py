@@ -74,7 +74,7 @@ def test_published_recipes_give_the_same_bits_under_the_concurrent_schedule(name
 def test_statistics_of_batch_norm_are_one_tick_old_where_others_use_them():
     """Collector and V-learner use the policy's statistics, the P-learner those of the critics."""
     config = small_config(algo=FLASH)
-    parts, older = (run(config, Inline(), ticks).first for ticks in (12, 11))
+    parts, older = (run(config, Inline(), ticks) for ticks in (12, 11))
     for owner, reader, name in (("p", "v", "policy"), ("v", "p", "critic")):
         own, before = (getattr(one.learners[owner].state, name).module.state_dict() for one in (parts, older))
         copies = [getattr(parts.learners[reader].state, name).state_dict()]
@@ -112,7 +112,7 @@ def test_random_delays_between_workers_change_nothing(trial):
     reference = bits(run(config, Inline(), ticks=50))
     parts = start(config, Threads(ORDERS[trial % len(ORDERS)]))
     generator = torch.Generator().manual_seed(trial)
-    for worker in parts.first.workers.values():
+    for worker in parts.workers.values():
         delays = (torch.rand(50, generator=generator) * 0.004).tolist()
         worker.job = partial(late, worker.job, iter(delays))
     assert differences(reference, bits(go_on(parts, 50))) == []
@@ -150,13 +150,13 @@ def test_ratios_that_no_horizon_meets_are_refused():
 @pytest.mark.fault(25)
 def test_ratios_and_lag_are_exact_at_every_tick(schedule, lag, v, p, horizon):
     parts = start(small_config(algo={"schedule": schedule, "v_per_step": v, "p_per_v": p}), Inline())
-    warm_up = parts.first.collector.steps
+    warm_up = parts.collector.steps
     for tick in range(1, 30):
         parts.schedule.tick()
-        steps = parts.first.collector.steps - warm_up
+        steps = parts.collector.steps - warm_up
         assert steps == tick * horizon
-        assert parts.first.jobs["v"].updates == v * steps
-        assert parts.first.jobs["p"].updates == p * parts.first.jobs["v"].updates
+        assert parts.jobs["v"].updates == v * steps
+        assert parts.jobs["p"].updates == p * parts.jobs["v"].updates
         assert parts.schedule.lag == lag
 
 
@@ -225,7 +225,7 @@ def test_streams_order_every_cross_worker_read(order):
     assert len(behind) == 3 * 10
     assert min(behind) > 0
     # busy time comes from the device's own clock: ten settled ticks, one (fake) second between a job's two events
-    busy = {name: worker.busy for name, worker in parts.first.workers.items()}
+    busy = {name: worker.busy for name, worker in parts.workers.items()}
     assert busy == {
         "v": 10.0,
         "p": 10.0,
@@ -272,7 +272,7 @@ def test_a_failing_worker_ends_the_run_with_its_name_and_traceback(name, threads
     def fail(count):
         raise ZeroDivisionError("the cause")
 
-    parts.first.workers[name].job = fail
+    parts.workers[name].job = fail
     begun = time.monotonic()
     with pytest.raises(RunError, match=f"worker {name} failed: ZeroDivisionError: the cause") as caught:
         parts.schedule.tick()
@@ -294,7 +294,7 @@ def _frames(tb):
 def test_a_hung_worker_is_named_with_all_stacks(threads_left, name, trial):
     parts = ticks(start(small_config(), Threads(("collector", "v", "p"), watchdog=0.3)), trial % 5)
     release = threading.Event()
-    parts.first.workers[name].job = lambda count: release.wait(20)
+    parts.workers[name].job = lambda count: release.wait(20)
     begun = time.monotonic()
     with pytest.raises(RunError, match=rf"worker {name} has not finished its tick in 0\.3 s") as caught:
         parts.schedule.tick()
@@ -430,7 +430,7 @@ def behind_a_slow_worker(slow, least, seconds=0.0):
     torch.set_num_threads(1)
     executor = Threads(("collector", "v", "p"))
     parts = start(small_config(), executor)
-    worker = parts.first.workers[slow]
+    worker = parts.workers[slow]
     real = worker.job
 
     def late(count):

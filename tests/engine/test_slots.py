@@ -3,7 +3,7 @@
 import pytest
 import torch
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from machines import effort
 
 from pql.engine.worker import WeightSlot
@@ -106,31 +106,13 @@ def test_tensors_with_gradients_are_copied_as_values():
     assert not mine[0].requires_grad
 
 
-def test_a_late_slot_gives_what_was_published_so_long_before_and_keeps_it_over_a_resume():
-    owner = [torch.zeros(3)]
-    slot, mine = WeightSlot("policy", owner, lag=3), [torch.full((3,), -1.0)]
-    for version in range(1, 9):
-        write(owner, version)
-        slot.publish()
-        for asked in (version, version - 1):
-            assert slot.pull(mine, asked) == max(asked - 3, 0)
-            assert holds(mine, max(asked - 3, 0))
-    again = WeightSlot("policy", owner, lag=3)
-    again.load_state_dict({k: t.clone() for k, t in slot.state_dict().items()})
-    again.reload(8)
-    assert again.pull(mine, 8) == 5
-    assert holds(mine, 5)
-    assert WeightSlot("policy", owner).state_dict() == {}
-
-
 class SlotMachine(RuleBasedStateMachine):
     """A slot and the list of everything that was published; the owner writes at any time."""
 
-    @initialize(lag=st.integers(0, 3))
-    def start(self, lag):
-        self.owner, self.lag, self.value, self.first = make()[0], lag, 0, 0
-        self.slot, self.mine = WeightSlot("policy", self.owner, lag), make()[2]
-        self.published = [0]  # the value of version ``first`` + i; with a lag, those before remain as old ones
+    @initialize()
+    def start(self):
+        (self.owner, self.slot, self.mine), self.value, self.first = make(), 0, 0
+        self.published = [0]  # the value of version ``first`` + i
 
     def newest(self):
         return self.first + len(self.published) - 1
@@ -150,9 +132,8 @@ class SlotMachine(RuleBasedStateMachine):
         asked = self.newest() - back
         if asked < self.first:
             return
-        got = self.slot.pull(self.mine, asked)
-        assert got == max(asked - self.lag, 0)
-        assert holds(self.mine, self.published[max(got - self.first, 0)])
+        assert self.slot.pull(self.mine, asked) == asked
+        assert holds(self.mine, self.published[asked - self.first])
 
     @rule(step=st.sampled_from([-3, -2, 1, 2]))
     def others_are_refused(self, step):
@@ -166,21 +147,11 @@ class SlotMachine(RuleBasedStateMachine):
         write(self.mine, 10**6)
         assert holds(self.owner, self.value)
 
-    @rule()
-    def resume(self):
-        """Into a new slot, whose owner has the checkpoint's values."""
-        state, version = {k: t.clone() for k, t in self.slot.state_dict().items()}, self.newest()
-        assert len(state) == (2 * (2 + self.lag) if self.lag else 0)
-        self.slot = WeightSlot("policy", self.owner, self.lag)
-        self.slot.load_state_dict(state)
-        self.slot.reload(version)
-        self.published[-1] = self.value
-        if not self.lag:  # versions before are gone
-            self.published, self.first = [self.value], version
-
-    @precondition(lambda self: not self.lag)
-    @rule(version=st.integers(0, 1000))
-    def reload(self, version):
+    @rule(version=st.integers(0, 1000), anew=st.booleans())
+    def reload(self, version, anew):
+        """Versions before are gone."""
+        if anew:
+            self.slot = WeightSlot("policy", self.owner)
         self.slot.reload(version)
         self.published, self.first = [self.value], version
 

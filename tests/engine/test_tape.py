@@ -94,9 +94,9 @@ def test_a_declared_step_is_in_the_collectors_graph(machine):
     env = Counted(config.num_envs, max_episode_steps=9, stagger=True)
     parts = build(config, env)
     parts.prepare()
-    (lane,) = parts.first.collector.lanes
-    assert lane.captured
-    assert (lane._act.graph, lane._record.graph) == (None, None)
+    (one,) = parts.collector.slices
+    assert one.captured
+    assert (one._act.graph, one._record.graph) == (None, None)
     parts.start()
     parts.warm_up(config.algo.warmup_steps)
     parts.begin()
@@ -104,11 +104,11 @@ def test_a_declared_step_is_in_the_collectors_graph(machine):
     for _ in range(3):
         parts.schedule.tick()
     assert env.calls == called  # the graph is all that runs
-    assert parts.first.collector.steps == config.algo.warmup_steps + 3
-    box = parts.first.collector.box.reels[-1]
-    assert len(box.actions) >= 3  # actions are still remembered
-    assert not torch.equal(box.actions[-1], box.actions[-2])
-    assert torch.equal(lane.returned()["obs.policy"], env.observe(env._state))  # and what came back last
+    assert parts.collector.steps == config.algo.warmup_steps + 3
+    sent = parts.collector.recorder.recordings[-1].actions
+    assert len(sent) >= 3  # actions are still remembered
+    assert not torch.equal(sent[-1], sent[-2])
+    assert torch.equal(one.returned()["obs.policy"], env.observe(env._state))  # and what came back last
 
 
 @pytest.mark.parametrize("machine", ["stand-in"], indirect=True)
@@ -119,9 +119,9 @@ def test_other_steps_stay_outside(machine, why):
     env.capturable = why != "undeclared"
     parts = build(config, env)
     parts.prepare()
-    (lane,) = parts.first.collector.lanes
-    assert not lane.captured
-    assert (lane._act.graph is not None) == (lane._record.graph is not None) == (why == "undeclared")
+    (one,) = parts.collector.slices
+    assert not one.captured
+    assert (one._act.graph is not None) == (one._record.graph is not None) == (why == "undeclared")
 
 
 @pytest.mark.parametrize("machine", ["stand-in"], indirect=True)
@@ -140,7 +140,7 @@ def test_a_subclass_with_a_step_of_its_own_stays_outside(machine):
     with pytest.warns(PqlWarning, match=r"Counts overrides step of a capturable environment: .* capturable = True"):
         parts = build(config, env)
     parts.prepare()
-    assert not parts.first.collector.lanes[0].captured
+    assert not parts.collector.slices[0].captured
     parts.start()
     parts.warm_up(config.algo.warmup_steps)
     parts.begin()
@@ -160,7 +160,7 @@ def test_a_captured_step_goes_on_from_a_restored_state(machine):
     two.load_state_dict(one.state_dict(), 2)
     for parts in (one, two):
         parts.schedule.tick()
-    a, b = (parts.first.env.state_dict() for parts in (one, two))
+    a, b = (parts.env.state_dict() for parts in (one, two))
     assert torch.equal(a["state"], b["state"])
     assert torch.equal(one.first.collector.obs["policy"], two.first.collector.obs["policy"])
 

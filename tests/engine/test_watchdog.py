@@ -25,9 +25,10 @@ from pql.engine.interrupt import Interrupt
 from pql.engine.watchdog import Timed, Watchdog, stepped, touch, watching
 from pql.envs.toy import Counter
 from pql.errors import HungError, RunError, first_line, with_cause
-from pql.remote.process.near import Far
+from pql.remote.process.child import ChildProcess
 from pql.run.build import build
-from pql.run.evaluation import EvaluationPlan, Evaluator, evaluate_saved
+from pql.run.evaluation import EvaluationPlan, evaluate_saved
+from pql.run.evaluator import Evaluator
 from pql.run.play import record_video
 from pql.run.policy import fresh_policy
 
@@ -207,7 +208,7 @@ def test_a_stop_does_not_count_while_a_simulators_process_is_waited_for(stop):
         return stop() or [] if milliseconds else next(answers)
 
     far = SimpleNamespace(_limit=(20.0, "task.process.step_seconds"), process=SimpleNamespace(poll=lambda: None))
-    Far._look_after(far, SimpleNamespace(poll=poll))
+    ChildProcess._look_after(far, SimpleNamespace(poll=poll))
     assert next(answers, None) is None
 
 
@@ -229,7 +230,7 @@ def begun(parts, count):
 @pytest.mark.fault(30, form="reset", count=20)
 def test_a_reset_that_hangs(guarded):
     parts = made(watchdog_seconds=0.1, start_seconds=0.3)
-    parts.first.env.reset = forever
+    parts.env.reset = forever
     with pytest.raises(HungError) as caught:
         parts.start()
     assert cause(caught) == "the reset of pendulum has made no progress for 0.3 s (placement.start_seconds)"
@@ -245,7 +246,7 @@ def hanging(env, at):
 @pytest.mark.parametrize(("at", "who"), [(3, "the warm-up"), (20, "worker collector")])
 def test_a_step_that_hangs_under_lockstep(guarded, at, who):
     parts = made(watchdog_seconds=0.5)
-    hanging(parts.first.env, at)
+    hanging(parts.env, at)
     with pytest.raises(HungError) as caught:
         begun(parts, 20)
     said = f"{who} has made no progress for 0.5 s, in the simulator pendulum (placement.watchdog_seconds)"
@@ -256,7 +257,7 @@ def test_a_step_that_hangs_under_lockstep(guarded, at, who):
 @pytest.mark.fault(7, 30)
 def test_an_update_that_hangs_under_lockstep(guarded):
     parts = begun(made(watchdog_seconds=0.3), 2)
-    parts.first.workers["p"].job = forever
+    parts.workers["p"].job = forever
     with pytest.raises(HungError) as caught:
         ticks(parts, 1)
     assert cause(caught) == "worker p has made no progress for 0.3 s (placement.watchdog_seconds)"

@@ -20,8 +20,8 @@ from pql.contract.env import Discrete, ObsSpec, find_factory, make_env
 from pql.data.replay import Replay
 from pql.data.sizes import ReplayLayout
 from pql.errors import ConfigError
+from pql.run.environment import build_env
 from pql.run.session import Session
-from pql.run.task import build_env
 
 MODES = pytest.mark.parametrize("autoreset", sample(["same_step", "next_step"], keep=["next_step"]))
 CPU = torch.device("cpu")
@@ -101,7 +101,7 @@ def test_stacks_from_the_replay_are_those_acted_on(atari, autoreset):
         ring.insert(action, step)
         acted.append((obs["policy"], step.final_obs["policy"], action))
         over, obs = step.first if autoreset == "same_step" else ~step.valid, step.obs
-        seen["life"] += int((step.terminated & (env._groups[0]._lives > 0) & ~step.first).sum())
+        seen["life"] += int((step.terminated & (env._groups[0].consoles.lives > 0) & ~step.first).sum())
         seen["end"] += int(over.sum())
         seen["cut"] += int(step.truncated.sum())
         seen["filler"] += int((~step.valid).sum())
@@ -174,7 +174,7 @@ def test_only_no_ops_and_sticky_actions_are_random(atari):
 @pytest.mark.slow
 def test_no_ops_are_drawn_up_to_the_largest_number(atari):
     def frames(noop_max):
-        vec = atari(4, noop_max=noop_max)._groups[0].vec
+        vec = atari(4, noop_max=noop_max)._groups[0].consoles.vec
         vec.reset(seed=0)
         return {int(i) for _ in range(8) for i in vec.reset()[1]["episode_frame_number"]}
 
@@ -323,8 +323,8 @@ def test_random_steps_draw_the_games_apart_as_the_seed_says():
                 {"task": task, "num_envs": 4, "algo": {"warmup_steps": steps, "encoder": encoder}} | {"seed": seed}
             )
         )
-        parts.first.env.close()
-        return parts.first.collector.obs["policy"]
+        parts.env.close()
+        return parts.collector.obs["policy"]
 
     alike, apart = begun(1, 0), begun(1, 40)
     assert torch.equal(alike, alike[:1].expand_as(alike))

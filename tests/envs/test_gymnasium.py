@@ -24,7 +24,7 @@ from pql.errors import ConfigError, PqlWarning, RunError  # noqa: E402
 from pql.remote.actor.gymnasium import GymnasiumSim  # noqa: E402
 from pql.remote.env import spec_of  # noqa: E402
 from pql.remote.process.far_build import describe_simulator  # noqa: E402
-from pql.remote.protocol import Layout, WireError, check_facts, unpack  # noqa: E402
+from pql.remote.protocol import Layout, ProtocolError, check_facts, unpack  # noqa: E402
 
 
 class Probe(gymnasium.Env):
@@ -185,7 +185,7 @@ def test_discrete_actions_begin_where_the_space_begins():
     assert check_env(env, 60).ok
     env = GymnasiumVec(2, id="PqlOther-v0", kwargs={"action": spaces.Discrete(3, start=-1)})
     assert env.spec.action == Discrete(3, start=-1)
-    assert simulator_action(env._space, np.array([0, 2])).tolist() == [-1, 1]
+    assert simulator_action(env._copies.facts.action, np.array([0, 2])).tolist() == [-1, 1]
     sim = GymnasiumSim(2, id="PqlOther-v0", kwargs={"action": spaces.Discrete(3, start=-1)})
     facts = check_facts(describe_simulator(sim.spec))  # as a remote actor sends them
     assert spec_of(facts, 2, torch.device("cpu"), 1).action == Discrete(3, start=-1)
@@ -212,7 +212,7 @@ def test_several_discrete_actions_have_the_shape_and_the_start_of_their_space(sp
     layout, sent = Layout(facts), np.array(given)
     assert np.array_equal(layout.read_action(unpack(layout.pack_action(1, 1, sent)).body), sent)
     for wrong in ({"nvec": []}, {"nvec": [2, 0]}, {"nvec": 3}, {"nvec": [2], "start": [0, 0]}):
-        with pytest.raises(WireError, match="action is missing or wrong"):
+        with pytest.raises(ProtocolError, match="action is missing or wrong"):
             check_facts(facts | {"action": wrong})
 
 
@@ -452,7 +452,7 @@ def test_faults_of_an_environments_own_code_are_left_as_they_are():
 
     env = GymnasiumVec(2, id="PqlWrong-v0")
     env.reset(0)
-    for copy in env._envs.envs:
+    for copy in env._copies.envs.envs:
         copy.unwrapped.step = step.__get__(copy.unwrapped)
     with pytest.raises(ValueError, match="unpack"):
         env.step(torch.zeros(2, 1))
@@ -462,7 +462,7 @@ def test_only_the_first_answers_are_checked():
     env = GymnasiumVec(2, id="PqlWrong-v0")
     env.reset(0)
     env.step(torch.zeros(2, 1))
-    copy = env._envs.envs[0]
+    copy = env._copies.envs.envs[0]
     assert copy.step == copy.env.step
     assert copy.reset == copy.env.reset
 
@@ -528,7 +528,7 @@ def test_wrappers_make_arrays_of_discrete_observations_and_set_the_limit():
     assert (env.spec.obs, env.spec.max_episode_steps) == ({"policy": ObsSpec((4,))}, 3)
     assert env.reset(0)["policy"].sum(1).tolist() == [1, 1]
     env = GymnasiumVec(2, id="PqlMany-v0", vectorization="vector_entry_point", wrappers=[f"{__name__}:Bare"])
-    assert isinstance(env._envs, Bare)
+    assert isinstance(env._copies.envs, Bare)
 
 
 class Bare(gymnasium.vector.VectorWrapper):

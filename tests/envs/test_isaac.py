@@ -9,7 +9,6 @@ import torch
 # ruff: noqa: E402
 mujoco = pytest.importorskip("mujoco")  # first: the imports below need it
 
-from by_hand import tilt
 from run_files import words
 
 import pql
@@ -21,6 +20,7 @@ from pql.envs.mujoco.isaac.measure import Wrench, into, rotation
 from pql.envs.mujoco.task import Robot
 from pql.nets.encoders import groups_of
 from pql.run.session import Session
+from tools.originals.by_hand import tilt
 
 DOUBLE = torch.float64
 
@@ -338,7 +338,7 @@ def test_a_policy_that_sees_pictures_trains_beside_a_critic_that_sees_the_state(
     )
     session = Session(compose(overrides), quiet=True, overrides=overrides)
     session.train()
-    spec, config = session.parts.first.env.spec, session.config
+    spec, config = session.parts.env.spec, session.config
     assert (groups_of(config, spec, "policy"), groups_of(config, spec, "critic")) == (("policy",), ("critic",))
     frames = torch.randint(256, (3, 4, 84, 84), dtype=torch.uint8)
     action = pql.load_policy(tmp_path / "run")({"policy": frames})

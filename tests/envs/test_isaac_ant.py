@@ -10,13 +10,13 @@ from torch import Tensor
 # ruff: noqa: E402
 mujoco = pytest.importorskip("mujoco")  # first: the imports below need it
 
-from by_hand import gait
 from conftest import SummaryTables
 from mujoco_runs import Base, build, derived
 
 from pql.contract.conformance import check_env
 from pql.envs.mujoco.isaac.ant import FEET, JOINTS, IsaacAnt
 from pql.envs.mujoco.isaac.measure import roll_yaw, rotation
+from tools.originals.by_hand import gait
 
 pytestmark = pytest.mark.usefixtures("scratch")
 

@@ -11,7 +11,6 @@ from torch import Tensor
 # ruff: noqa: E402
 mujoco = pytest.importorskip("mujoco")  # first: the imports below need it
 
-from by_hand import stacker
 from conftest import SummaryTables
 from mujoco_runs import build, derived, needs
 
@@ -19,6 +18,7 @@ from pql.contract.conformance import check_env
 from pql.envs.mujoco.env import MujocoVec
 from pql.envs.mujoco.isaac.franka import EFFORT, HOME, FrankaCubeStack
 from pql.envs.mujoco.isaac.measure import product, rotation
+from tools.originals.by_hand import stacker
 
 pytestmark = [needs("panda"), pytest.mark.usefixtures("scratch")]
 

@@ -10,7 +10,6 @@ from torch import Tensor
 # ruff: noqa: E402
 mujoco = pytest.importorskip("mujoco")  # first: the imports below need it
 
-from by_hand import HOLD
 from conftest import SummaryTables
 from mujoco_runs import build, needs
 
@@ -20,6 +19,7 @@ from pql.envs.mujoco.env import MujocoVec
 from pql.envs.mujoco.isaac import allegro_hand
 from pql.envs.mujoco.isaac.measure import conjugate, product, rotation, unscale
 from pql.envs.mujoco.isaac.reorient import Reorient, angle_between
+from tools.originals.by_hand import HOLD
 
 SHADOW, ALLEGRO, OPENAI = "shadow_hand", "allegro_hand", "shadow_hand_openai"
 pytestmark = [

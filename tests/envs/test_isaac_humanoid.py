@@ -10,12 +10,12 @@ from torch import Tensor
 # ruff: noqa: E402
 mujoco = pytest.importorskip("mujoco")  # first: the imports below need it
 
-from by_hand import GEARS, stand
 from conftest import SummaryTables
 from mujoco_runs import Base, build, derived
 
 from pql.contract.conformance import check_env
 from pql.envs.mujoco.isaac.humanoid import JOINTS, IsaacHumanoid
+from tools.originals.by_hand import GEARS, stand
 
 pytestmark = pytest.mark.usefixtures("scratch")
 

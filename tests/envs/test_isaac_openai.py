@@ -123,7 +123,7 @@ def hidden(seen: dict[str, Tensor], noise: float) -> Tensor:
 
 def test_the_preset_randomises_and_the_critic_sees_the_truth() -> None:
     from pql.config.compose import compose
-    from pql.run.task import build_env
+    from pql.run.environment import build_env
 
     env = build_env(compose(["device=cpu", f"task={NAME}", "num_envs=300"]))
     off = hidden(env.reset(0), 0.002)

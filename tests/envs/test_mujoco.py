@@ -519,7 +519,7 @@ def test_cuda_results_equal_cpu_results() -> None:
 
 def test_the_model_is_a_setting_of_the_task() -> None:
     from pql.config.compose import compose
-    from pql.run.task import build_env
+    from pql.run.environment import build_env
 
     for words, model in (((), "shipped"), (("task.model=fast",), "fast")):
         env = build_env(compose(["device=cpu", "task=hopper", "num_envs=2", *words]))

@@ -301,7 +301,7 @@ def test_bad_settings_are_named(name: str, kwargs: dict[str, Any], named: str) -
 
 def test_randomisation_is_reached_from_the_command_line() -> None:
     from pql.config.compose import compose
-    from pql.run.task import build_env
+    from pql.run.environment import build_env
 
     words = ["task.kwargs.randomize.mass=[0.8,1.2]", "task.kwargs.curriculum.kind=linear", "task.kwargs.stagger=true"]
     env = build_env(compose(["device=cpu", "task=hopper", "num_envs=2", *words]))

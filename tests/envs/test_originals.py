@@ -91,7 +91,7 @@ def small(root: Path, height: str) -> Path:
 
 
 def differences(tool, root: Path, names: list[str], states: int) -> dict[str, float]:
-    rows = tool("check_originals").main(["--isaacgymenvs", str(root), "--states", str(states), "--tasks", *names])
+    rows = tool("originals.check").main(["--isaacgymenvs", str(root), "--states", str(states), "--tasks", *names])
     assert {row.task for row in rows} == {*names}
     return {row.quantity: row.difference for row in rows}
 
@@ -110,7 +110,7 @@ def test_an_original_that_agrees_and_one_that_does_not(tool, tmp_path, capsys):
 
 def test_a_folder_that_is_no_checkout_is_refused(tool, tmp_path, capsys):
     with pytest.raises(SystemExit):
-        tool("check_originals").main(["--isaacgymenvs", str(tmp_path)])
+        tool("originals.check").main(["--isaacgymenvs", str(tmp_path)])
     assert "expected a checkout with isaacgymenvs/tasks" in capsys.readouterr().err
 
 

@@ -86,12 +86,14 @@ def test_what_the_page_says_about_allegros_masses_is_so():
 
 
 def test_pictures_are_drawn(tool, tmp_path, capsys):
-    pictures = tool("picture_tasks")
-    pictures.main(["ballbalance_pixels", "tmaze", "--out", str(tmp_path), "--steps", "1"])  # drawn without OpenGL
+    pictures = tool("pictures")
+    pictures.main(
+        ["tasks", "ballbalance_pixels", "tmaze", "--out", str(tmp_path), "--steps", "1"]
+    )  # drawn without OpenGL
     with Image.open(tmp_path / "ballbalance_pixels.png") as image:
         assert (image.size, image.mode) == ((336, 336), "L")
     with Image.open(tmp_path / "tmaze.png") as image:
         assert image.size == (480, 360)
     with pytest.raises(SystemExit):
-        pictures.main(["hoper"])
+        pictures.main(["tasks", "hoper"])
     assert "no pictures of hoper" in capsys.readouterr().err

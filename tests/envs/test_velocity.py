@@ -11,7 +11,6 @@ from torch import Tensor
 # ruff: noqa: E402
 mujoco = pytest.importorskip("mujoco")  # first: the imports below need it
 
-from by_hand import follower
 from mujoco_runs import Base, build, derived, needs
 
 from pql.contract.conformance import check_env
@@ -21,6 +20,7 @@ from pql.envs.mujoco.isaac.anymal import Anymal
 from pql.envs.mujoco.unitree import G1, SIDES, Go1
 from pql.envs.mujoco.velocity import Velocity
 from pql.errors import ConfigError
+from tools.originals.by_hand import follower
 
 pytestmark = [pytest.mark.usefixtures("scratch"), needs("anymal_c", "go1", "g1")]
 

@@ -1,6 +1,6 @@
 """Tests on a CUDA device: captured graphs, concurrent streams, and ticks without host syncs.
 
-``python tools/gpu_check.py`` runs these tests on one. Without a device most run on a stand-in (``stand_in.py``) with
+``python tools/gpu/check.py`` runs these tests on one. Without a device most run on a stand-in (``stand_in.py``) with
 smaller networks, so that their code is exercised; the others are skipped.
 """
 
@@ -37,10 +37,10 @@ from pql.algos.registry import seeds
 from pql.contract.grouped import joined
 from pql.engine.executors import Inline, Streams
 from pql.engine.graph import Graph
-from pql.engine.placement import worker_devices
+from pql.engine.placement import machine_of
 from pql.engine.tape import NoWaiting
 from pql.run.build import build
-from pql.run.task import build_env
+from pql.run.environment import build_env
 
 DEVICE = "cuda"
 TICKS = 20
@@ -143,8 +143,8 @@ def run(config, ticks, executor=None, env=None, delay=None):
     """``ticks`` ticks from the start, settled. ``delay(parts)`` may hold the device up before the first."""
     parts = build(config, env, executor=executor)
     parts.prepare()
-    parts.first.collector.start(seeds(config.seed)["env"])
-    parts.first.collector.warm_up(config.algo.warmup_steps)
+    parts.collector.start(seeds(config.seed)["env"])
+    parts.collector.warm_up(config.algo.warmup_steps)
     if delay is None:
         parts.begin()
         torch.cuda.synchronize()
@@ -163,7 +163,7 @@ class Ordered(Streams):
     """A stream for each worker, launched in a chosen order."""
 
     def __init__(self, config, order):
-        super().__init__(worker_devices(config, [name for name in order if name != "collector"]))
+        super().__init__(machine_of(config).devices)
         self.order = order
 
     def run(self, jobs):
@@ -179,7 +179,7 @@ def test_captured_updates_equal_eager_ones_on_fresh_batches(algo):
     captured, eager = (start(gpu_config(algo=algo, graphs=g)) for g in ("on", "off"))
     assert all(job.graph.graph is not None for job in captured.first.jobs.values())
     assert all(job.graph.graph is None for job in eager.first.jobs.values())
-    ours, theirs = (parts.first.collector.replays[0] for parts in (captured, eager))
+    ours, theirs = (parts.collector.replays[0] for parts in (captured, eager))
     untouched = learners(settle(captured))
     for _ in range(5):
         for store in (ours.obs["policy"], ours.action, ours.reward):
@@ -187,12 +187,12 @@ def test_captured_updates_equal_eager_ones_on_fresh_batches(algo):
         theirs.load_state_dict(ours.state_dict())
         for name in ("v", "p"):
             for parts in (captured, eager):
-                parts.first.workers[name].run(1)
+                parts.workers[name].run(1)
     after = learners(settle(captured))
     assert differences(after, learners(settle(eager))) == []
     assert "learners/v/state/critic/net.0.weight" in differences(after, untouched)
     for name in ("v", "p"):
-        one, other = (parts.first.jobs[name].metrics.drain() for parts in (captured, eager))
+        one, other = (parts.jobs[name].metrics.drain() for parts in (captured, eager))
         assert one.keys() == other.keys()
         assert all(torch.equal(one[k], other[k]) for k in one)
 
@@ -255,8 +255,8 @@ def test_warm_up_and_capture_leave_no_trace(algo):
     parts.prepare()
     assert traces(before, settle(parts)) == []
     assert torch.equal(generator, torch.cuda.get_rng_state())
-    assert parts.first.collector.steps == 0
-    for job in parts.first.jobs.values():
+    assert parts.collector.steps == 0
+    for job in parts.jobs.values():
         assert job.updates == 0
         if job.metrics.count is not None:
             assert [float(v) for v in (job.metrics.count, *job.metrics.sums)] == [0.0] * (1 + len(job.metrics.sums))
@@ -294,8 +294,8 @@ def test_the_first_minibatch_on_the_device_is_on_policy(algo):
 
     parts = start(gpu_config(algo=algo, placement={"matmul": "exact"}))
     parts.schedule.tick()
-    parts.first.workers["collector"].run(parts.counts.horizon)
-    learner = parts.first.learners["learner"]
+    parts.workers["collector"].run(parts.counts.horizon)
+    learner = parts.learners["learner"]
     (batch, *_) = learner.draw(parts.counts.updates["learner"], learner.gen)
     with torch.no_grad():
         params, _ = ppo.evaluate_minibatch(learner.state.net, batch)
@@ -438,7 +438,7 @@ def test_random_delays_on_the_streams_change_nothing(cases):
 
         def hold_up(parts, generator=generator):
             torch.cuda.synchronize()
-            for worker in parts.first.workers.values():
+            for worker in parts.workers.values():
                 cycles = iter((torch.rand(20, generator=generator) * CYCLES / 10).long().tolist())
 
                 def job(count, job=worker.job, cycles=cycles):
@@ -481,7 +481,7 @@ def test_reading_between_ticks_is_ordered_with_them():
         parts.schedule.tick()
         with parts.schedule.executor.exclusive():
             torch.cuda._sleep(CYCLES // 100)
-            counts.append(parts.first.collector.replays[0].live.head[0].clone())
+            counts.append(parts.collector.replays[0].live.head[0].clone())
     # Row by row; with a filler row after the episode of seven steps that ends in one of these steps or in the warm-up.
     assert sorted(int(after - before) for before, after in itertools.pairwise(counts)) in ([1, 1, 1, 1], [1, 1, 1, 2])
     assert int(counts[0]) - parts.config.algo.warmup_steps in (1, 2)

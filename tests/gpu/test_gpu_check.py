@@ -1,4 +1,4 @@
-"""``tools/gpu_check.py``: its parts accept their input, continue after an interruption, and build."""
+"""``tools/gpu/check.py``: its parts accept their input, continue after an interruption, and build."""
 
 import json
 import subprocess
@@ -6,9 +6,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import _gpu_cases
-import bench_atari
-import gpu_check
 import pytest
 import torch
 from test_tools import check
@@ -16,31 +13,33 @@ from test_tools import check
 from pql.algos.registry import family_of
 from pql.config.validate import validate
 from pql.run.build import _check
-from pql.run.task import describe_env
+from pql.run.environment import describe_env
+from tools.gpu import cases as gpu_cases
+from tools.gpu import check as gpu_check
 
 ROOT = Path(__file__).parents[2]
-PARTS = ("env", "tests", "pql", "update", "envs", "learn", "peers", "bench", "warp", "long")
+PARTS = ("env", "tests", "pql", "update", "envs", "learn", "peers", "long")
 REAL = gpu_check.parse([])
 
 
-@pytest.mark.parametrize("name", _gpu_cases.configs(REAL))
+@pytest.mark.parametrize("name", gpu_cases.configs(REAL))
 def test_every_configuration_fits_its_task_at_its_real_size(name, monkeypatch):
     for place in ("pql.algos.builders", "pql.algos.on_policy"):
         monkeypatch.setattr(f"{place}.available_bytes", lambda device: 80 << 30)  # as much as a large GPU has
-    config = _gpu_cases.configs(REAL)[name]
+    config = gpu_cases.configs(REAL)[name]
     if config.task.name == "ant":
         pytest.importorskip("mujoco")
         pytest.importorskip("gymnasium")
     assert config.num_envs >= 4096
     config = validate(replace(config, device="cpu"))
-    spec = describe_env(config, torch.device("cpu"))
+    spec = describe_env(config)
     counts = family_of(config).counts(config)
     assert _check(config, spec, counts, torch.device("cpu"), None) > 0
 
 
 def test_parts_are_those_promised_and_end_within_nine_minutes(capsys):
-    assert tuple(_gpu_cases.PARTS) == PARTS
-    assert all(0 < part.seconds < 540 for part in _gpu_cases.PARTS.values())
+    assert tuple(gpu_cases.PARTS) == PARTS
+    assert all(0 < part.seconds < 540 for part in gpu_cases.PARTS.values())
     assert gpu_check.main(["--list", "--device", "cuda"]) == 0
     printed = capsys.readouterr().out
     assert all(f"{part} " in printed for part in PARTS)
@@ -50,8 +49,8 @@ def test_parts_are_those_promised_and_end_within_nine_minutes(capsys):
 
 def test_what_builds_nothing_is_not_missed():
     """A part that builds runs is asked for its configurations above."""
-    named = {case for part in PARTS for case in (f"{part} {c.name}" for c in _gpu_cases.PARTS[part].cases(REAL))}
-    assert {name for name in _gpu_cases.configs(REAL) if name != "long"} <= named
+    named = {case for part in PARTS for case in (f"{part} {c.name}" for c in gpu_cases.PARTS[part].cases(REAL))}
+    assert {name for name in gpu_cases.configs(REAL) if name != "long"} <= named
 
 
 def row(name):
@@ -64,9 +63,9 @@ def part(monkeypatch):
     cases = {}
 
     def listed(args):
-        return [_gpu_cases.Case(name, run) for name, run in cases.items()]
+        return [gpu_cases.Case(name, run) for name, run in cases.items()]
 
-    monkeypatch.setattr(gpu_check, "PARTS", {"mine": _gpu_cases.Part(60, "", listed)})
+    monkeypatch.setattr(gpu_check, "PARTS", {"mine": gpu_cases.Part(60, "", listed)})
     return cases
 
 
@@ -89,7 +88,7 @@ def test_a_case_that_fails_is_recorded_and_the_next_runs(part, tmp_path, capsys)
         raise ValueError("no such number")
 
     def lacking():
-        _gpu_cases.need("a_package_that_nobody_has")
+        gpu_cases.need("a_package_that_nobody_has")
         yield row("c")
 
     part.update(bad=bad, good=good, lacking=lacking)
@@ -166,7 +165,7 @@ BARE = """
 import sys
 class Absent:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("hydra", "omegaconf", "rich", "mujoco_warp", "ale_py", "rsl_rl"):
+        if name.partition(".")[0] in ("hydra", "omegaconf", "rich", "mujoco_warp", "rsl_rl"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Absent())
 import importlib.util
@@ -177,10 +176,9 @@ def find_spec(name, package=None):
     except ModuleNotFoundError:
         return None
 importlib.util.find_spec = find_spec
-sys.argv = ["gpu_check.py"]
-sys.path.insert(0, "tools")
-import gpu_check
-sys.exit(gpu_check.main(sys.orig_argv[3:]))
+sys.argv = ["check.py"]
+from tools.gpu import check
+sys.exit(check.main(sys.orig_argv[3:]))
 """
 
 
@@ -200,7 +198,7 @@ def test_it_runs_without_hydra_and_reports(tmp_path):
         ("pql", "host per tick"),
         ("pql", "n=8 graphs off: kernels per critic update"),
         ("pql", "worker orders with other bits"),
-        ("bench", "catch DQN n=8 graphs off: kernels per critic update"),
+        ("pql", "dqn n=8 graphs off: kernels per critic update"),
         ("update", "pql_d: critic / matmuls"),
         ("envs", "pendulum n=8: captured / eager"),
         ("learn", "last return"),
@@ -210,7 +208,6 @@ def test_it_runs_without_hydra_and_reports(tmp_path):
     (one, other) = (found["long"][k]["notes"][-1] for k in ("first", "second"))
     assert one == other
     assert one.startswith("sha256")
-    assert {case["status"] for case in found["warp"].values()} == {"missing"}
     assert all(one["value"] == 0 for one in rows if "rules broken" in one["name"] or "other bits" in one["name"])
 
 
@@ -228,23 +225,12 @@ def test_an_unknown_part_is_refused(capsys):
 
 def test_pytest_is_asked_for_marked_tests_by_several_processes_where_it_can(monkeypatch):
     file, xml = Path("tests/gpu/test_gpu.py"), Path("x.xml")
-    command = _gpu_cases.pytest_command(file, xml, 4)
+    command = gpu_cases.pytest_command(file, xml, 4)
     assert command[command.index("-m", 3) + 1] == "gpu and not slow"
     assert "--durations=15" in command
     assert command[-2:] == ["-n", "4"]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "-n" not in _gpu_cases.pytest_command(file, xml, 4)
+    assert "-n" not in gpu_cases.pytest_command(file, xml, 4)
     assert {"test_gpu.py", "test_gpu_dqn.py", "test_gpu_r2d2.py", "test_gpu_atari.py", "test_mujoco_warp.py"} <= {
-        f.name for f in _gpu_cases.test_files()
+        f.name for f in gpu_cases.test_files()
     }
-
-
-def test_bench_atari_is_asked_as_its_own_command_line_does(monkeypatch, capsys):
-    asked = []
-    monkeypatch.setitem(bench_atari.CASES, "memory", lambda args: asked.append(vars(args)) or [])
-    bench_atari.main(["--smoke", "--cases", "memory"])
-    (own,) = asked
-    capsys.readouterr()
-    args = gpu_check.parse(["--smoke", "--device", "cpu"])
-    args.rounds, args.seconds = own["rounds"], own["seconds"]
-    assert vars(_gpu_cases.atari_arguments(args)) == {k: v for k, v in own.items() if k not in ("cases", "json")}

@@ -63,7 +63,7 @@ def test_warm_up_and_capture_leave_no_trace(case):
     before = settle(parts)
     parts.prepare()
     assert traces(before, settle(parts)) == []
-    assert all(job.graph.graph is not None for job in parts.first.jobs.values())
+    assert all(job.graph.graph is not None for job in parts.jobs.values())
 
 
 @EVERY_CASE
@@ -71,8 +71,8 @@ def test_warm_up_and_capture_leave_no_trace(case):
 def test_a_tick_never_waits_for_the_device(case, graphs):
     parts = build(gpu_config(*case, graphs=graphs))
     parts.prepare()
-    parts.first.collector.start(seeds(parts.config.seed)["env"])
-    parts.first.collector.warm_up(parts.config.algo.warmup_steps)
+    parts.collector.start(seeds(parts.config.seed)["env"])
+    parts.collector.warm_up(parts.config.algo.warmup_steps)
     parts.begin()
     parts.schedule.tick()  # objects that are created on first use are created here
     with never_waiting():

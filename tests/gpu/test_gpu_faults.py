@@ -51,12 +51,12 @@ def test_a_gradient_that_is_not_finite_inside_a_captured_graph_is_no_step(machin
 
     monkeypatch.setattr(critics, "scalar_loss", loss)
     parts = start(small_config(device=device, graphs="on", placement={"executor": "auto"}))
-    worker, job = parts.first.workers["v"], parts.first.jobs["v"]
+    worker, job = parts.workers["v"], parts.jobs["v"]
     assert job.graph.graph is not None
 
     def weights():
         with parts.schedule.executor.exclusive():
-            state = checkpoint.flatten(parts.first.learners["v"].state.state_dict())
+            state = checkpoint.flatten(parts.learners["v"].state.state_dict())
         own = {k: v for k, v in state.items() if not k.startswith("target/")}  # which follows the unchanged critic
         return {k: v.detach().cpu().clone() for k, v in own.items() if v.is_floating_point()}
 
@@ -264,7 +264,7 @@ def test_the_streams_of_a_run_have_no_race_in_any_row(algo):
 @pytest.mark.fault(27)
 def test_rows_that_are_written_while_they_are_read_are_a_race():
     def draws_what_is_written(parts):
-        parts.first.collector.stores[0].guard = 0
+        parts.collector.stores[0].guard = 0
 
     assert "ring 0 reward: aten::index_select, aten::index_copy_" in raced(True, 20, draws_what_is_written)
 
@@ -275,9 +275,9 @@ def test_a_race_on_any_tensor_but_rows_of_the_replay_is_found_as_on_a_device():
 
     def after_an_update(work):
         def plant(parts):
-            worker = parts.first.workers["v"]
+            worker = parts.workers["v"]
             job = worker.job
-            worker.job = lambda count: (job(count), work(parts.first.collector))
+            worker.job = lambda count: (job(count), work(parts.collector))
 
         return plant
 

@@ -51,15 +51,15 @@ def test_warm_up_and_capture_leave_no_trace():
     before = settle(parts)
     parts.prepare()
     assert traces(before, settle(parts)) == []
-    assert all(job.graph.graph is not None for job in parts.first.jobs.values())
+    assert all(job.graph.graph is not None for job in parts.jobs.values())
 
 
 @pytest.mark.parametrize("graphs", ["on", "off"])
 def test_a_tick_never_waits_for_the_device(graphs):
     parts = build(gpu_config(graphs=graphs))
     parts.prepare()
-    parts.first.collector.start(seeds(parts.config.seed)["env"])
-    parts.first.collector.warm_up(parts.config.algo.warmup_steps)
+    parts.collector.start(seeds(parts.config.seed)["env"])
+    parts.collector.warm_up(parts.config.algo.warmup_steps)
     parts.begin()
     parts.schedule.tick()  # objects that are created on first use are created here
     with never_waiting():

@@ -45,9 +45,9 @@ class Nothing:
 
 def counted(parts):
     """Operations by what they are for, and their names."""
-    (lane,), out = parts.first.collector.lanes, {}
-    bodies = {"collector step": (lane._step_body, 1)}
-    bodies |= {f"{name} update": (job.graph.body, job.size) for name, job in parts.first.jobs.items()}
+    (one,), out = parts.collector.slices, {}
+    bodies = {"collector step": (one._step_body, 1)}
+    bodies |= {f"{name} update": (job.graph.body, job.size) for name, job in parts.jobs.items()}
     for name, (body, size) in bodies.items():
         with Count() as count, torch.set_grad_enabled(name != "collector step"):
             body()
@@ -57,8 +57,8 @@ def counted(parts):
 
 def beside_graphs(parts):
     """Of a tick in which captured graphs do nothing."""
-    (lane,) = parts.first.collector.lanes
-    for graph in (lane._act, lane._record, lane._step, *(job.graph for job in parts.first.jobs.values())):
+    (one,) = parts.collector.slices
+    for graph in (one._act, one._record, one._step, *(job.graph for job in parts.jobs.values())):
         graph.graph = None if graph.graph is None else Nothing()
     parts.schedule.tick()
     with Count() as count:

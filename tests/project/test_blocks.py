@@ -29,7 +29,8 @@ import pytest
 import yaml
 
 import pql
-from pql.cli import main as command_line
+from pql.cli import parser as command_line
+from pql.cli.commands import parse_pairs
 from pql.cli.multirun import plan
 from pql.cli.sweep_plan import make_plan
 from pql.config.compose import compose
@@ -120,25 +121,27 @@ def check_script(words):
     if not (path.exists() or words[0].startswith("fast_td3/")):
         raise AssertionError(f"{words[0]}: no such file")
     if words[0].startswith("tools/"):
-        text = path.read_text() + "".join(p.read_text() for p in path.parent.glob("_*.py"))
+        text = path.read_text()
+        if "options(__doc__" in text:  # whose options all scripts share
+            text += (ROOT / "tools" / "bench" / "common.py").read_text()
         assert [w for w in words if w.startswith("--") and f'"{w.partition("=")[0]}"' not in text] == []
 
 
 def check_pql(words):
     args = command_line.parser().parse_args(command_line.presets_as_setting(words))
     command, rest = words[0], [*(getattr(args, "overrides", None) or getattr(args, "words", None) or [])]
-    own = command_line.COMMANDS[command]
+    own = command_line.COMMANDS[command].own
     if command == "train" and args.multirun:
         assert planned(*without_paths(rest)) > 1
     elif command == "sweep":
         assert make_plan(command_line.presets_as_setting(words)[1:]).spaces
     elif command in ("train", "resume", "bench"):
         compose(without_paths([w for w in rest if w.partition("=")[0] not in own]), resolve=lambda device: "cpu")
-        command_line.parse_pairs([w for w in rest if w.partition("=")[0] in own], own)
+        parse_pairs([w for w in rest if w.partition("=")[0] in own], own)
     elif command == "list" or (command == "completion" and args.shell):
         assert args.run(args) == 0
     elif own:
-        command_line.parse_pairs([w for w in rest if "=" in w], own)
+        parse_pairs([w for w in rest if "=" in w], own)
     elif command == "doctor" and args.env:
         keywords = [w if w.startswith(("task.", "device=")) else f"task.kwargs.{w}" for w in rest]
         compose([f"task.name={args.env}", *without_paths(keywords)])
@@ -218,7 +221,7 @@ def test_every_block_has_a_language_that_is_checked():
         "pql eval runs/x episode=3",
         "pql sweep task=halfcheetah 'algo.critic.lrr=interval(1e-4,1e-2)'",
         "make tests",
-        "python tools/bench_peers.py --contender x",
+        "python tools/peers/compare.py --contender x",
         "pip install 'pql-rl[mujocoo]'",
         "pqq train",
     ],

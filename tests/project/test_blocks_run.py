@@ -33,7 +33,7 @@ EXECUTORS = {  # (page, a text that only this block of the page has): the test t
     ("docs/migrate/sb3.md", "pql.train"): "tests/project/test_migrate_pages.py",
     ("docs/networks.md", "class MyPolicy"): "tests/nets/test_encoders.py",
     ("docs/play.md", "def render"): HERE,
-    ("docs/dqn.md", "Feedback"): HERE,
+    ("docs/dqn.md", "LastAction"): HERE,
     ("docs/replay.md", "save_file"): HERE,
     ("docs/results/tasks.md", "linear_error"): HERE,
     ("docs/guides/performance.md", "Grouped"): HERE,
@@ -98,7 +98,7 @@ def test_the_loop_of_a_policy_that_reads_the_last_action():
     sizes = ["algo.lstm=8", "algo.critic.hidden=[8]", "algo.burn_in=3", "algo.length=8", "algo.period=4"]
     pql.train(*QUICK, *more, *sizes, "budget.env_steps=80", "run_dir=runs/x", quiet=True)
     scope = {"pql": pql}
-    exec(block("docs/dqn.md", "Feedback", ("while True:", "for _ in range(60):")), scope)
+    exec(block("docs/dqn.md", "LastAction", ("while True:", "for _ in range(60):")), scope)
     assert scope["step"].obs["last"].shape == (4, 4)  # three actions and the reward
     assert scope["obs"] is scope["step"].obs
 

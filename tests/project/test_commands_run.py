@@ -33,14 +33,14 @@ ON_CPU_TOO = r"pql (train|eval|doctor) .*(scale=gpu|device=cuda)"
 MARKED = {  # by the first rule that fits
     r"pql .*isaacgym.*device=cuda": [*GPU, *FOREIGN],
     r"pql .*(/opt/|task=dmlab|task=playground|engine=warp|gymnasium_robotics:|minigrid:)": FOREIGN,
-    r"PQL_ISAACGYMENVS=|python tools/check_originals": FOREIGN,
+    r"PQL_ISAACGYMENVS=|python tools/originals/check": FOREIGN,
     r"python fast_td3|uv run": FOREIGN,
     ON_CPU_TOO: GPU,
 }
 COVERED = {
     r"(make|pip|git|cd|bazel|\./bazel-bin\S*|source|export|ray|/opt/\S+pip) ": "installs, builds, or sets up a shell",
-    r"python tools/(bench_|pass_rates)": "hours: short in tests/project/test_tools.py",
-    r"python tools/gpu_check.py( $| --parts)": "minutes on a GPU, and itself runs tests: tests/gpu/test_gpu_check.py",
+    r"python tools/(bench/|peers/compare|pass_rates)": "hours: short in tests/project/test_tools.py",
+    r"python tools/gpu/check.py( $| --parts)": "minutes on a GPU, and itself runs tests: tests/gpu/test_gpu_check.py",
     r"torchrun --nnodes": "two machines: tests/engine/test_parallel.py has two processes on one",
     r"pql play .*--live": "needs a screen: tests/run/test_play.py has a stand-in",
     r"pql (push|pull|eval walker )": "needs a hub: tests/hub/test_hub.py has a stand-in",
@@ -198,7 +198,7 @@ ORIGINALS = "PQL_ISAACGYMENVS"  # folder of the original tasks, for tests/envs/t
 def lacking(words):
     """The file, module or variable that a command lacks here; None if it can run."""
     line = " ".join(words)
-    if ORIGINALS in line or "check_originals" in line:
+    if ORIGINALS in line or "originals/check" in line:
         return None if os.environ.get(ORIGINALS) else f"the variable {ORIGINALS}"
     files = [found for word in words for found in re.findall(r"/opt/[\w./-]+|fast_td3/\w+\.py", word)]
     files += ["train.py"] if words[0] == "uv" else []

@@ -1,4 +1,4 @@
-"""``tools/curves.py``: curves of run directories as JSON, and pictures of them."""
+"""``tools/peers/curves.py``: curves of run directories as JSON, and pictures of them."""
 
 import json
 
@@ -8,7 +8,7 @@ from test_tools import tool  # noqa: F401
 
 @pytest.fixture
 def curves(tool):  # noqa: F811
-    return tool("curves")
+    return tool("peers.curves")
 
 
 def run(folder, seed, *words):
@@ -70,7 +70,7 @@ def test_what_is_missing_is_named(curves, tmp_path):
         (("draw", f"one={file}", "--pictures", str(tmp_path)), "one: no rate of pendulum"),
         (
             ("draw", "one=no.json", "--pictures", str(tmp_path)),
-            r"no\.json: a file of tools/curves\.py store is expected",
+            r"no\.json: a file of tools/peers/curves\.py store is expected",
         ),
         (("store", folder, "--json", str(file), "--also", "eval/x"), "--also eval/x: .*a metric of every evaluation"),
         (("store", folder, folder, "--json", str(file)), "two runs of pendulum 1 algo=pql2"),

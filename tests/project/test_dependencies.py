@@ -3,7 +3,7 @@
 import re
 from email import message_from_string as message
 
-from dependencies import LOCKED, PAGE, PERMISSIVE, WEAK, licence, of_version, parts, pins, spdx, table, wanted
+from tools.dependencies import LOCKED, PAGE, PERMISSIVE, WEAK, licence, of_version, parts, pins, spdx, table, wanted
 
 PINS = pins()
 ROWS = table(PAGE.read_text())

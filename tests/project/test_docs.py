@@ -117,7 +117,7 @@ def test_the_search_needs_no_other_host():
 
 
 def test_the_reference_of_the_command_line_is_up_to_date(tool):  # noqa: F811
-    assert (DOCS / "reference" / "commands.md").read_text() == tool("commands_page").page()
+    assert (DOCS / "reference" / "commands.md").read_text() == tool("pages").commands_page()
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda path: str(path.relative_to(DOCS)))

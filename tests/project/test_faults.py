@@ -8,10 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import execnet
-import faults
 import pytest
 import torch
 from fault_rows import ROWS, Place, cases_of, chosen, numbers, places_of
+
+from tools import faults
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -37,7 +38,7 @@ def test_every_row_has_a_short_test_in_the_suite(request):
 
 COUNTED = """
 import json, sys, pytest
-sys.path[:0] = ["tests/project", "tests", "tests/support", "tools"]
+sys.path[:0] = ["tests/project", "tests", "tests/support", "."]
 
 class Collected:
     def pytest_collection_finish(self, session):

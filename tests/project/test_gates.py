@@ -1,8 +1,9 @@
 """The learning gate and the tool that measures how often its tests pass."""
 
-import pass_rates
 import pytest
 from gates import SEED, LearningGate
+
+from tools import pass_rates
 
 
 def test_a_gate_tries_seeds_until_one_reaches_the_goal(monkeypatch):

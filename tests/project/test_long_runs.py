@@ -1,7 +1,6 @@
-"""A short form of ``tools/long_runs.py``, and what must hold far past the ends of schedules."""
+"""A short form of ``tools/bench/long_runs.py``, and what must hold far past the ends of schedules."""
 
 import importlib
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from pql.data.priority import PriorityRule, Ranked
 from pql.data.replay import Replay
 from pql.data.sizes import ReplayLayout
 from pql.engine.optim import LrSchedule, annealed
-from pql.run.log.console import duration
+from pql.run.log.displays import duration
 from pql.types import Step
 
 ROOT = Path(__file__).parents[2]
@@ -23,15 +22,14 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def tool(monkeypatch):
-    """name -> the script as a module."""
-    monkeypatch.setattr(sys, "path", [str(ROOT / "tools"), *sys.path])
-    return importlib.import_module
+def tool():
+    """Return a function: dotted name below ``tools`` -> the script as a module."""
+    return lambda name: importlib.import_module(f"tools.{name}")
 
 
 @pytest.mark.fault(14)
 def test_a_chain_of_resumes_has_the_bits_of_one_run(tool, tmp_path):
-    out = tool("long_runs").chain(tmp_path, 3)
+    out = tool("bench.long_runs").chain(tmp_path, 3)
     assert out["equal"]
     assert out["ticks"] == [12, 12]
 
@@ -63,7 +61,7 @@ def test_times_of_many_hours_have_one_form(seconds, text):
 
 def test_a_full_ring_of_environments_that_answer_at_different_times_counts_as_intact(tool):
     """The load tool reads the rows that can be drawn: a late environment's next row may lie on the oldest ones."""
-    load, wide = tool("_load"), 2
+    load, wide = tool("bench.checked_learner"), 2
     replay = Replay(ReplayLayout({"policy": ObsSpec((4,))}, None, wide, 20, 1, False), CPU, ragged=True)
     state = torch.tensor([[1.0, i, 0.0, 0.0] for i in range(wide)])
     replay.begin({"policy": state})

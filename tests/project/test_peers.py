@@ -15,12 +15,12 @@ PEERS = ["rsl_rl:ppo", "sb3:ppo", "sb3:td3"]
 
 @pytest.fixture
 def bench(tool):  # noqa: F811
-    return tool("bench_peers")
+    return tool("peers.compare")
 
 
 @pytest.fixture
 def report(tool):  # noqa: F811
-    return tool("_peers_report")
+    return tool("peers.report")
 
 
 def test_iqm_by_hand(report):
@@ -87,9 +87,9 @@ def test_rows_and_tables(report):
 
 
 def test_the_zoos_settings_scale_with_the_rollout(tool):  # noqa: F811
-    peers = tool("_peers")
-    for task, zoo in peers.ZOO.items():
-        found = peers.sb3_theirs(task)
+    settings = tool("peers.settings")
+    for task, zoo in ((task, found["model"]) for task, found in settings.THEIRS["sb3:ppo"].items()):
+        found = settings.theirs("sb3:ppo", task)
         rollout = found["num_envs"] * found["model"]["n_steps"]
         assert rollout / found["model"]["batch_size"] == 512 / zoo["batch_size"]
         assert found["model"]["learning_rate"] / zoo["learning_rate"] == pytest.approx(rollout / 512)
@@ -175,7 +175,7 @@ def test_equal_steps_for_all(bench, tmp_path, monkeypatch):
 def test_a_budget_of_steps_does_not_look_at_the_clock(tool, tmp_path):  # noqa: F811
     pytest.importorskip("rsl_rl")
     pytest.importorskip("stable_baselines3")
-    peers, courses = tool("_peers"), tool("_course")
+    peers, courses = tool("peers.contenders"), tool("peers.course")
     for name in ("pql:ppo", "rsl_rl:ppo", "sb3:ppo"):
         settings = peers.contender(name).settings("pendulum")
         rollout = 64 * 64 if name == "sb3:ppo" else None
@@ -187,7 +187,7 @@ def test_a_budget_of_steps_does_not_look_at_the_clock(tool, tmp_path):  # noqa: 
 
 
 def test_a_course_evaluates_at_equal_parts_with_the_clock_standing_still(tool, monkeypatch):  # noqa: F811
-    courses, now = tool("_course"), [100.0]
+    courses, now = tool("peers.course"), [100.0]
     monkeypatch.setattr(courses.time, "perf_counter", lambda: now[0])
 
     def evaluate(act):
@@ -274,7 +274,7 @@ def test_tables_by_seconds_and_by_env_steps_have_the_other_counts_beside(report)
 
 
 def test_a_picture_shows_the_median_and_the_range_as_far_as_all_seeds_have_come(tool, tmp_path):  # noqa: F811
-    picture = tool("_peers_picture")
+    picture = tool("peers.picture")
 
     def run(seed, ends, returns):
         curve = [{"seconds": x, "env_steps": 10 * x, "return_mean": y} for x, y in zip(ends, returns, strict=True)]
@@ -308,9 +308,13 @@ def test_runs_in_processes_of_their_own_and_failures_leave_the_others(bench, tmp
 def test_our_sizes_in_their_names(tool):  # noqa: F811
     from pql.config.compose import compose
 
-    peers, courses, config = tool("_peers"), tool("_course"), compose(["task=hopper", "algo=ppo", "device=cpu"])
+    peers, courses, config = (
+        tool("peers.contenders"),
+        tool("peers.course"),
+        compose(["task=hopper", "algo=ppo", "device=cpu"]),
+    )
     rows = config.num_envs * config.algo.horizon
-    theirs, sb3 = peers.rsl_rl_ours("hopper"), peers.sb3_ours("hopper")
+    theirs, sb3 = (peers.contender(f"{name}:ppo-ours").settings("hopper") for name in ("rsl_rl", "sb3"))
     assert theirs["num_envs"] * theirs["num_steps_per_env"] == sb3["num_envs"] * sb3["model"]["n_steps"] == rows
     assert theirs["algorithm"]["num_mini_batches"] == rows / sb3["model"]["batch_size"] == config.algo.minibatches
     assert theirs["actor"]["hidden_dims"] == sb3["policy"]["net_arch"]["pi"] == config.algo.policy.hidden
@@ -337,7 +341,7 @@ def test_contenders_by_group_and_our_presets_by_name(bench):
 
 
 def test_points_on_the_way_of_a_pql_run_change_nothing(tool):  # noqa: F811
-    peers, courses = tool("_peers"), tool("_course")
+    peers, courses = tool("peers.contenders"), tool("peers.course")
 
     def acts(act):
         return {"r": act({"policy": torch.linspace(-1, 1, 6).reshape(2, 3)}).tolist()}

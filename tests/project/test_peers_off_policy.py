@@ -61,7 +61,7 @@ def check_replay(read, time_limit=lambda episode, step: [episode, step + 1], sca
 
 
 def test_the_rl_games_environment_by_hand(tool):  # noqa: F811
-    env = tool("_peers_rl_games").RlGamesEnv(counter(), seed=0)
+    env = tool("peers.rl_games_sac").RlGamesEnv(counter(), seed=0)
     assert env.info["observation_space"].shape == env.info["action_space"].shape == (2,)
     assert env.info["action_space"].low.tolist() == [-1, -1]
     obs = env.reset()
@@ -78,7 +78,7 @@ def test_the_rl_games_environment_by_hand(tool):  # noqa: F811
 
 
 def test_the_skrl_environment_by_hand(tool):  # noqa: F811
-    env = tool("_peers_skrl").SkrlEnv(counter(), seed=0)
+    env = tool("peers.skrl_sac").SkrlEnv(counter(), seed=0)
     assert (env.num_envs, env.observation_space.shape, env.action_space.shape) == (N, (2,), (2,))
     obs, infos = env.reset()
     assert infos == {}
@@ -101,9 +101,9 @@ def test_the_skrl_environment_by_hand(tool):  # noqa: F811
 
 def test_stable_baselines3_stores_the_true_rows(tool):  # noqa: F811
     pytest.importorskip("stable_baselines3")
-    peers, off_policy = tool("_peers"), tool("_peers_off_policy")
-    for make in (off_policy.sb3_td3, off_policy.sb3_sac_ours):
-        settings = make("pendulum")
+    peers = tool("peers.contenders")
+    for name in ("sb3:td3", "sb3:sac-ours"):
+        settings = peers.contender(name).settings("pendulum")
         settings["model"] |= {"learning_starts": 10**6, "buffer_size": N * STEPS}
         model, _ = peers.sb3_model(counter(), 1, settings)
         model.learn(N * STEPS)
@@ -118,7 +118,7 @@ def test_stable_baselines3_stores_the_true_rows(tool):  # noqa: F811
 
 def test_rl_games_stores_the_true_rows_and_at_time_limits_the_observation_before(tool, tmp_path):  # noqa: F811
     pytest.importorskip("rl_games")
-    module, settings = tool("_peers_rl_games"), tool("_peers_off_policy").rl_games_sac("pendulum")
+    module, settings = tool("peers.rl_games_sac"), tool("peers.settings").theirs("rl_games:sac", "pendulum")
     settings["config"] |= {"num_actors": N, "num_warmup_frames": 10**6, "max_frames": N * STEPS}
     settings["config"] |= {"replay_buffer_size": N * STEPS, "reward_shaper": {"scale_value": 0.5}}
     agent, act = module.rl_games_agent(counter(), 1, settings, str(tmp_path))
@@ -135,8 +135,8 @@ def test_rl_games_stores_the_true_rows_and_at_time_limits_the_observation_before
 
 def test_skrl_stores_the_true_rows(tool):  # noqa: F811
     pytest.importorskip("skrl")
-    module, courses = tool("_peers_skrl"), tool("_course")
-    settings = tool("_peers_off_policy").skrl_sac("pendulum") | {"reward_scale": 0.5}
+    module, courses = tool("peers.skrl_sac"), tool("peers.course")
+    settings = tool("peers.settings").theirs("skrl:sac", "pendulum") | {"reward_scale": 0.5}
     settings["agent"] |= {"random_timesteps": 10**6, "learning_starts": 10**6}
     settings["memory"]["memory_size"] = STEPS + 1
     trainer, act = module.skrl_trainer(counter(), 1, settings, courses.Course(courses.Budget(0, N * STEPS)))
@@ -158,22 +158,22 @@ def test_skrl_stores_the_true_rows(tool):  # noqa: F811
 
 
 def test_our_sizes_in_their_names(tool):  # noqa: F811
-    found, task = tool("_peers_off_policy"), "halfcheetah"
+    found, task = tool("peers.settings"), "halfcheetah"
     sac, td3 = (compose([f"task={task}", f"algo={name}", "device=cpu"]) for name in ("sac", "td3"))
     n, warm = sac.num_envs, sac.algo.warmup_steps
-    rl_games, skrl = found.rl_games_sac_ours(task), found.skrl_sac_ours(task)
+    rl_games, skrl = found.rl_games_sac(sac), found.skrl_sac(sac)
     for ratio in (sac.algo.v_per_step, td3.algo.v_per_step, 1 / sac.algo.p_per_v, 1 / td3.algo.p_per_v):
         assert ratio == round(ratio)  # theirs are integers
-    named = ((sac, "sb3_sac_ours"), (sac, "sbx_sac_ours"), (td3, "sb3_td3_ours"))
-    for config, theirs in ((config, getattr(found, name)(task)) for config, name in named):
+    named = ((sac, found.sb3_sac), (sac, found.sbx_sac), (td3, found.sb3_td3))
+    for config, theirs in ((config, convert(config)) for config, convert in named):
         assert theirs["num_envs"] == config.num_envs
         assert theirs["model"]["gradient_steps"] == config.algo.v_per_step
         assert theirs["model"]["learning_starts"] == config.algo.warmup_steps * config.num_envs
         assert theirs["model"]["batch_size"] == config.algo.batch_size
         assert theirs["model"]["tau"] == config.algo.critic.tau
         assert theirs["policy"]["net_arch"] == {"pi": config.algo.policy.hidden, "qf": config.algo.critic.hidden}
-    assert found.sb3_td3_ours(task)["model"]["policy_delay"] == 1 / td3.algo.p_per_v
-    assert found.sb3_td3_ours(task)["noise"] == td3.algo.explore.high
+    assert found.sb3_td3(td3)["model"]["policy_delay"] == 1 / td3.algo.p_per_v
+    assert found.sb3_td3(td3)["noise"] == td3.algo.explore.high
     config = rl_games["config"]
     assert (config["num_actors"], config["num_warmup_frames"]) == (skrl["num_envs"], warm * n) == (n, warm * n)
     assert rl_games["units"] == skrl["units"]["critic"] == sac.algo.critic.hidden
@@ -186,10 +186,10 @@ def test_our_sizes_in_their_names(tool):  # noqa: F811
 
 
 def test_their_own_settings_update_once_per_transition(tool):  # noqa: F811
-    found = tool("_peers_off_policy")
-    for settings in (found.sb3_sac("hopper"), found.sb3_td3("hopper"), found.sbx_sac("hopper")):
+    theirs = tool("peers.settings").THEIRS
+    for settings in (theirs["sb3:sac"], theirs["sb3:td3"], theirs["sbx:sac"]):
         assert settings["model"]["gradient_steps"] == settings["num_envs"] == 32
-    config = found.rl_games_sac("hopper")["config"]
+    config = theirs["rl_games:sac"]["config"]
     assert config["num_updates_per_step"] == config["num_actors"] == 32
 
 
@@ -206,7 +206,7 @@ TRAINS = {  # contender -> (package, updates after 40 steps of each environment,
 def test_a_run_counts_its_steps_and_updates_and_depends_on_its_seed_alone(tool, name):  # noqa: F811
     package, updates = TRAINS[name]
     pytest.importorskip(package)
-    peers, courses = tool("_peers"), tool("_course")
+    peers, courses = tool("peers.contenders"), tool("peers.course")
 
     def trained(points, seed=1):
         def evaluate(act):
@@ -240,8 +240,8 @@ def test_a_run_counts_its_steps_and_updates_and_depends_on_its_seed_alone(tool, 
 
 def test_sbx_takes_our_sizes(tool):  # noqa: F811
     pytest.importorskip("sbx")
-    settings = tool("_peers_off_policy").sbx_sac_ours("pendulum")
-    model, act = tool("_peers").sb3_model(counter(), 1, settings)
+    settings = tool("peers.contenders").contender("sbx:sac-ours").settings("pendulum")
+    model, act = tool("peers.contenders").sb3_model(counter(), 1, settings)
     algo = compose(["task=pendulum", "algo=sac", "device=cpu"]).algo
     assert (model.gradient_steps, model.policy_delay) == (algo.v_per_step, 1 / algo.p_per_v)
     assert (model.policy.net_arch_pi, model.policy.net_arch_qf) == (algo.policy.hidden, algo.critic.hidden)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import pql
-from pql.cli.main import COMMANDS
+from pql.cli.parser import COMMANDS
 from pql.config.layers import Presets
 
 ROOT = Path(__file__).parents[2]

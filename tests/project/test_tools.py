@@ -3,8 +3,8 @@
 import importlib
 import json
 import math
-import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,10 +21,9 @@ NULLABLE = ("baseline", "ratio")
 
 
 @pytest.fixture
-def tool(monkeypatch):
-    """name -> the script as a module; what it does to sys.path and sys.argv ends with the test."""
-    monkeypatch.setattr(sys, "path", [str(ROOT / "tools"), *sys.path])
-    return importlib.import_module
+def tool():
+    """Return a function: dotted name below ``tools`` -> the script as a module."""
+    return lambda name: importlib.import_module(f"tools.{name}")
 
 
 def check(rows, named):
@@ -45,7 +44,7 @@ def check(rows, named):
 
 
 SMOKE = {
-    "bench_schedule": (
+    "schedule": (
         "waiting: concurrent / lockstep",
         "waiting: tick / slowest worker",
         "busy",
@@ -53,23 +52,23 @@ SMOKE = {
         "halves: by turns / one after the other",
         "halves: by turns / all at once",
     ),
-    "bench_replay": ("sample B=", "sample_obs B=", "insert N=4 D=17 / copy_"),
-    "bench_learner": ("cpu: critic / matmuls", "cpu: policy burst of 1 / matmuls", "wide: critic / matmuls"),
-    "bench_process": (
+    "replay": ("sample B=", "sample_obs B=", "insert N=4 D=17 / copy_"),
+    "learner": ("cpu: critic / matmuls", "cpu: policy burst of 1 / matmuls", "wide: critic / matmuls"),
+    "process": (
         "round trip, 64 envs / bare",
         "round trip, 64 envs / in this process",
         "overlap: in another process",
     ),
-    "bench_warp": ("warp halfcheetah (shipped) n=4 / bare", "warp halfcheetah (shipped) n=4: bytes"),
-    "bench_remote": ("env steps: 2 actors of", "p50 round trip", "server, 2 actors of 32", "processor time"),
-    "bench_lag": ("ball_balance: vtrace, lag 8 / 0", "one_step", "none"),
-    "bench_atari": ("raw stepping", "serial / bound", "halves / serial", "update B=8", "training DQN", "memory"),
+    "warp_envs": ("warp halfcheetah (shipped) n=4 / bare", "warp halfcheetah (shipped) n=4: bytes"),
+    "remote": ("env steps: 2 actors of", "p50 round trip", "server, 2 actors of 32", "processor time"),
+    "lag": ("ball_balance: vtrace, lag 8 / 0", "one_step", "none"),
+    "atari": ("raw stepping", "serial / bound", "halves / serial", "update B=8", "training DQN", "memory"),
 }
-EXTRA = {"bench_warp": ["--device", "cpu"]}
-NEEDS = {"bench_atari": "ale_py", "bench_remote": "ale_py", "bench_warp": "mujoco_warp"}
+EXTRA = {"warp_envs": ["--device", "cpu"]}
+NEEDS = {"atari": "ale_py", "remote": "ale_py", "warp_envs": "mujoco_warp"}
 
 
-LONG = ("bench_atari", "bench_lag", "bench_process", "bench_remote")
+LONG = ("atari", "lag", "process", "remote")
 
 
 @pytest.mark.parametrize("name", sample(SMOKE, keep=[n for n in SMOKE if n not in LONG]))
@@ -77,7 +76,7 @@ def test_a_benchmark_runs_and_reports(name, tool, tmp_path, capsys):
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
     path = tmp_path / "rows.json"
-    assert not tool(name).main(["--smoke", "--json", str(path), *EXTRA.get(name, [])])
+    assert not tool(f"bench.{name}").main(["--smoke", "--json", str(path), *EXTRA.get(name, [])])
     rows = json.loads(path.read_text())
     check(rows, SMOKE[name])
     printed = capsys.readouterr().out
@@ -85,7 +84,7 @@ def test_a_benchmark_runs_and_reports(name, tool, tmp_path, capsys):
 
 
 def test_profile_prints_a_table_per_update(tool, capsys):
-    tool("bench_learner").main(["--smoke", "--profile", "--presets", "cpu"])
+    tool("bench.learner").main(["--smoke", "--profile", "--presets", "cpu"])
     printed = capsys.readouterr().out
     assert "critic updates" in printed
     assert "policy updates" in printed
@@ -96,8 +95,8 @@ def test_bare_products_are_those_of_the_real_update(tool):
     """Counted by torch itself: multiply-adds of an update, less those of its bare twin, is nothing."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    bench = tool("bench_learner")
-    args = bench.argparse.Namespace(device="cpu", presets=["cpu"], smoke=True)
+    bench = tool("bench.learner")
+    args = SimpleNamespace(device="cpu", presets=["cpu"], smoke=True)
     config = bench.presets(args)["cpu"]
     parts = bench.ready(config, torch.device("cpu"))
     bare = bench.bare_updates(config, torch.device("cpu"))
@@ -112,13 +111,13 @@ def test_bare_products_are_those_of_the_real_update(tool):
     parts.schedule.executor.close()
 
 
-@pytest.mark.parametrize("name", ["bench_learner", "bench_atari"])
+@pytest.mark.parametrize("name", ["learner", "atari"])
 def test_on_a_device_bare_products_are_captured_as_a_burst_is(name, tool, monkeypatch):
     """Otherwise a ratio would compare kernels with launches. On a stand-in for the device."""
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
     pretend(monkeypatch)
-    bench, launched, asked = tool(name), [], []
+    bench, launched, asked = tool(f"bench.{name}"), [], []
     forward = bench.Products.forward
     monkeypatch.setattr(bench.Products, "forward", lambda self: launched.append(forward(self)))
 
@@ -131,14 +130,14 @@ def test_on_a_device_bare_products_are_captured_as_a_burst_is(name, tool, monkey
     monkeypatch.setattr(bench, "alternate", timed)
     monkeypatch.setattr(bench, "microseconds", lambda fn, seconds, device: fn)
     given = {"device": "cpu", "seconds": 0, "rounds": 1, "threads": 1, "game": "pong", "batches": [8]}
-    args = bench.argparse.Namespace(presets=["cpu"], smoke=True, **given)
-    if name == "bench_atari":
+    args = SimpleNamespace(presets=["cpu"], smoke=True, **given)
+    if name == "atari":
         rows = bench.learning(args)
     else:
         config = changed(bench.presets(args)["cpu"], {"algo.v_per_step": 4, "algo.p_per_v": 0.5})
         rows = bench.bench("cpu", config, args)
     counts = [int(row["name"].partition("burst of ")[2].split()[0]) for row in rows[1::2]]
-    assert counts == ([2] if name == "bench_atari" else [4, 2])
+    assert counts == ([2] if name == "atari" else [4, 2])
     assert asked == [0] * len(counts)  # no launch of the products themselves
     assert [row["baseline"] for row in rows[1::2]] == [4 / count for count in counts]
 
@@ -151,11 +150,11 @@ def test_repeated_work_is_repeated_captured_or_not(tool, monkeypatch):
         calls.append(1)
         x.add_(1)
 
-    three = tool("_bench").repeated(add, 3, torch.device("cpu"))
+    three = tool("bench.common").repeated(add, 3, torch.device("cpu"))
     three()
     assert (float(x), len(calls)) == (3, 3)
     pretend(monkeypatch)
-    three = tool("_bench").repeated(add, 3, torch.device("cpu"))
+    three = tool("bench.common").repeated(add, 3, torch.device("cpu"))
     before = float(x), len(calls)
     three()
     assert (float(x), len(calls)) == (before[0] + 3, before[1])
@@ -165,9 +164,9 @@ def test_bare_convolutions_are_those_of_the_real_update(tool):
     """As for matrix products above; a convolution's backward pass counts by which gradients it gives."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    bench = tool("bench_atari")
+    bench = tool("bench.atari")
     obs = {"policy": torch.randint(256, (4, 4, 84, 84), dtype=torch.uint8)}
-    args = bench.argparse.Namespace(game="pong", threads=1, device="cpu")
+    args = SimpleNamespace(game="pong", threads=1, device="cpu")
     spec = EnvSpec("pong", 4, {"policy": ObsSpec((4, 84, 84), torch.uint8, stack=4)}, Discrete(6), torch.device("cpu"))
     net = make_q_network(bench.make_config(args, 4, 4), spec)
     bare, counts = bench.Products(net, obs), []
@@ -186,11 +185,10 @@ def test_bare_convolutions_are_those_of_the_real_update(tool):
     assert counts[0] == counts[1] > 0
 
 
-def test_random_actions_and_policies_by_hand_play_whole_episodes(tool, tmp_path, monkeypatch):
+def test_random_actions_and_policies_by_hand_play_whole_episodes(tool, tmp_path):
     path = tmp_path / "by_hand.json"
-    argv = ["by_hand.py", "--tasks", "pendulum", "catch", "ballbalance", "--episodes", "4", "--json", str(path)]
-    monkeypatch.setattr(sys, "argv", argv)
-    tool("by_hand").main()
+    words = ["--tasks", "pendulum", "catch", "ballbalance", "--episodes", "4", "--json", str(path)]
+    tool("originals.by_hand").main(words)
     rows = {(row["task"], row["policy"]): row for row in json.loads(path.read_text())}
     assert [*rows] == [
         ("pendulum", "random actions"),
@@ -206,35 +204,21 @@ def test_random_actions_and_policies_by_hand_play_whole_episodes(tool, tmp_path,
 
 def test_environments_beside_bare_mujoco_and_gymnasium(tool, tmp_path, monkeypatch):
     pytest.importorskip("gymnasium.envs.mujoco")
-    path, sizes = tmp_path / "envs.json", ["--num-envs", "2", "--rounds", "1", "--seconds", "0.01"]
-    bench_envs = tool("bench_envs")
-    monkeypatch.setattr(bench_envs, "RECORDED", 3)
-    monkeypatch.setattr(sys, "argv", ["", "--envs", "hopper", "ballbalance", *sizes, "--json", str(path)])
-    bench_envs.main()
+    path, bench = tmp_path / "envs.json", tool("bench.envs")
+    monkeypatch.setattr(bench, "RECORDED", 3)
+    bench.main(["--smoke", "--envs", "hopper", "ballbalance", "--json", str(path)])
     named = ["hopper (shipped) n=2 / mujoco.batch", "ballbalance (fast) n=2 / mujoco.batch"]
     check(json.loads(path.read_text()), [*named, "hopper (shipped) n=2 / gymnasium sync n=8"])
 
 
 def test_the_environments_benchmark_keeps_what_it_has(tool, tmp_path, monkeypatch):
-    path, seen = tmp_path / "envs.json", []
-    bench_envs = tool("bench_envs")
+    path, seen, bench = tmp_path / "envs.json", [], tool("bench.envs")
 
-    def bench(name, model, num_envs, args, others):
+    def one(name, model, num_envs, args, others):
         seen.append(path.exists() and json.loads(path.read_text()))
-        return [
-            {
-                "name": f"{name} ({model}) n={num_envs} / x",
-                "value": 1.0,
-                "unit": "",
-                "baseline": 1.0,
-                "ratio": 1.0,
-                "runs": 1,
-                "machine": "",
-            }
-        ]
+        return [tool("bench.common").row(f"{name} ({model}) n={num_envs} / x", 1.0, "", 1, 1.0, 1.0)]
 
-    monkeypatch.setattr(bench_envs, "bench", bench)
-    monkeypatch.setattr(sys, "argv", ["", "--envs", "ant", "hopper", "--num-envs", "2", "--json", str(path)])
-    bench_envs.main()
+    monkeypatch.setattr(bench, "bench", one)
+    bench.main(["--envs", "ant", "hopper", "--num-envs", "2", "--json", str(path)])
     assert [rows and len(rows) for rows in seen] == [False, 1]
     check(json.loads(path.read_text()), ["ant (", "hopper ("])

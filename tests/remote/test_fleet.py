@@ -14,7 +14,8 @@ from conftest import small_config
 from pairs import free_port
 from remotes import remote, wait_until
 
-from pql.cli.main import main, parser
+from pql.cli.main import main
+from pql.cli.parser import parser
 from pql.engine import deadlines
 from pql.engine.executors import Inline
 from pql.errors import ConfigError, RunError

@@ -20,7 +20,7 @@ from remotes import Raw, quiet, remote, wait_until
 from pql.engine import deadlines
 from pql.engine.placement import keep_freed_memory
 from pql.errors import ConfigError, RunError
-from pql.remote import protocol as wire
+from pql.remote import protocol
 from pql.remote.actor.client import ActorClient
 from pql.remote.actor.sims import make_sim
 from pql.remote.env import Remote
@@ -51,8 +51,8 @@ class Payload:
 
 def bodies(mark):
     """A pickle of the payload in every protocol, alone and where a JSON text or an array is expected."""
-    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
-        text = pickle.dumps(Payload(mark), protocol)
+    for version in range(pickle.HIGHEST_PROTOCOL + 1):
+        text = pickle.dumps(Payload(mark), version)
         yield from (text, b'{"spec": ' + text + b"}", b"\x93NUMPY\x01\x00" + text)
 
 
@@ -73,11 +73,11 @@ def test_a_pickle_from_an_actor_is_never_executed(address, tmp_path, cases):
         for i in range(cases):
             raw, body = Raw(address), rng.choice(texts)
             if i % 3 == 0:
-                raw.say(wire.pack(wire.HELLO, 1, 0, body))
+                raw.say(protocol.pack(protocol.HELLO, 1, 0, body))
             else:
-                raw.say(wire.pack_json(wire.HELLO, 1, 0, hello))
-                assert raw.hear().kind == wire.WELCOME
-                raw.say(wire.pack(wire.OBS, 1, raw.hear().seq, body) if i % 3 == 1 else body)
+                raw.say(protocol.pack_json(protocol.HELLO, 1, 0, hello))
+                assert raw.hear().kind == protocol.WELCOME
+                raw.say(protocol.pack(protocol.OBS, 1, raw.hear().seq, body) if i % 3 == 1 else body)
             assert raw.refusal()[0] == STATUS.INVALID_ARGUMENT
             raw.close()
         wait_until(lambda: env.table.live == 1)
@@ -92,7 +92,7 @@ def answering(address, act):
     with ThreadPoolExecutor(2) as pool:
         server = grpc.server(pool)
         handler = grpc.stream_stream_rpc_method_handler(act)
-        service = grpc.method_handlers_generic_handler(wire.SERVICE, {wire.METHOD: handler})
+        service = grpc.method_handlers_generic_handler(protocol.SERVICE, {protocol.METHOD: handler})
         server.add_generic_rpc_handlers((service,))
         server.add_insecure_port(address)
         server.start()
@@ -106,14 +106,14 @@ def test_a_pickle_from_a_learner_is_never_executed(address, tmp_path, cases):
     mark, rng, due = tmp_path / "executed", random.Random(1), []
 
     def act(requests, context):
-        run_id, (kind, body) = wire.unpack(next(requests)).run_id, due[-1]
-        yield wire.pack(kind, run_id, 0, body)
+        run_id, (kind, body) = protocol.unpack(next(requests)).run_id, due[-1]
+        yield protocol.pack(kind, run_id, 0, body)
         context.abort(STATUS.INVALID_ARGUMENT, "the end")
 
     with answering(address, act):
         texts = list(bodies(mark))
         for i in range(cases):
-            due.append(((wire.WELCOME, wire.RESET, wire.ACT, wire.BYE)[i % 4], rng.choice(texts)))
+            due.append(((protocol.WELCOME, protocol.RESET, protocol.ACT, protocol.BYE)[i % 4], rng.choice(texts)))
             with pytest.raises((ConfigError, RunError)):
                 ActorClient(address, counters(), patience=0.1, tell=quiet).run()
     assert not mark.exists()
@@ -132,7 +132,7 @@ def test_a_learner_that_says_nothing_is_given_up(address, monkeypatch, admits, w
 
     def act(requests, context):
         if admits:
-            yield wire.pack_json(wire.WELCOME, wire.unpack(next(requests)).run_id, 0, {"actor": 1})
+            yield protocol.pack_json(protocol.WELCOME, protocol.unpack(next(requests)).run_id, 0, {"actor": 1})
         release.wait(60)
 
     def tell(line):
@@ -170,14 +170,14 @@ def test_patience_ends_also_while_a_learner_says_nothing(address):
 def test_an_actor_that_does_not_read_its_welcome_gives_its_slots_back(address, monkeypatch):
     """It answers pings; the answer is too large for the buffers on the way."""
     monkeypatch.setattr(deadlines, "HELLO", 0.5)
-    real = wire.pack_json
+    real = protocol.pack_json
     with remote(address, [counters()], 4) as env:
         env.reset(0)
         monkeypatch.setattr(
-            wire, "pack_json", lambda *args: real(*args) + bytes((32 << 20) * (args[0] == wire.WELCOME))
+            protocol, "pack_json", lambda *args: real(*args) + bytes((32 << 20) * (args[0] == protocol.WELCOME))
         )
         silent = Raw(address)
-        silent.say(real(wire.HELLO, 1, 0, {"spec": describe_simulator(counters().spec), "role": "train"}))
+        silent.say(real(protocol.HELLO, 1, 0, {"spec": describe_simulator(counters().spec), "role": "train"}))
         wait_until(lambda: env.table.live == 2)
         wait_until(lambda: env.table.live == 1, 10)
         assert env.step(torch.zeros(4, 2)).valid.tolist() == [True] * 2 + [False] * 2
@@ -192,7 +192,7 @@ def test_a_server_whose_thread_has_ended_is_an_error_and_no_wait(address, monkey
         with monkeypatch.context() as patch:
             patch.setattr(ActorServer, "alive", False)
             with closed:
-                env._together.check_alive()
+                env._stepper.check_alive()
         assert env.step(torch.zeros(2, 2)).valid.all()
     monkeypatch.setattr(ActorServer, "alive", False)
     with closed:
@@ -210,7 +210,7 @@ def resident():
 def test_the_largest_garbage_of_admitted_actors_leaves_nothing_and_disturbs_no_one(address, trial, request):
     """From eight connections at once; in the suite with 1 MB each."""
     cases = 8
-    largest = wire.LARGEST if request.config.option.faults else 1 << 20
+    largest = protocol.LARGEST if request.config.option.faults else 1 << 20
     words = [address, trial, cases, largest, json.dumps(describe_simulator(counters().spec))]
     script = [sys.executable, attackers.__file__, *map(str, words)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -218,7 +218,7 @@ def test_the_largest_garbage_of_admitted_actors_leaves_nothing_and_disturbs_no_o
     keep_freed_memory()  # as every run does
     with remote(address, [counters()], 2 + 2 * cases) as env:
         env.reset(0)
-        good = env.table.peers[0]
+        good = env.table.actors[0]
         with subprocess.Popen(script, **pipes) as process:
             assert process.stdout.readline() == "ready\n"
             assert env.table.live == 1 + cases
@@ -229,7 +229,7 @@ def test_the_largest_garbage_of_admitted_actors_leaves_nothing_and_disturbs_no_o
             while process.poll() is None:
                 served += bool(env.step(action).valid[:2].all())
             ended = process.stdout.read().split("\n")[:-1]
-        over = "RESOURCE_EXHAUSTED" if largest == wire.LARGEST else "INVALID_ARGUMENT"
+        over = "RESOURCE_EXHAUSTED" if largest == protocol.LARGEST else "INVALID_ARGUMENT"
         refusals = {f"{largest} INVALID_ARGUMENT", f"{largest + 1} {over}"}
         assert len(ended) == cases
         assert {*ended} <= refusals
@@ -237,9 +237,9 @@ def test_the_largest_garbage_of_admitted_actors_leaves_nothing_and_disturbs_no_o
         # An idle gRPC keeps the last messages until its next event: a learner steps all the time.
         wait_until(lambda: bool(env.step(action).valid[0]) and resident() < before + 20, 10)
         wait_until(lambda: env.table.live == 1)
-        assert [*env.table.peers.values()] == [good]
+        assert [*env.table.actors.values()] == [good]
         assert env.step(action).valid.tolist() == [True] * 2 + [False] * 2 * cases
         newcomer = Raw(address)
         newcomer.hello(counters(), run_id=99)
-        assert newcomer.hear().kind == wire.WELCOME
+        assert newcomer.hear().kind == protocol.WELCOME
         newcomer.close()

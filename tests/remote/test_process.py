@@ -30,10 +30,10 @@ from pql.errors import ConfigError, RunError
 from pql.remote.process import far, shared_cuda
 from pql.remote.process.near import ProcessVec
 from pql.run.build import build
+from pql.run.environment import build_env
 from pql.run.resume import resume_config
 from pql.run.session import Session
 from pql.run.store import checkpoint
-from pql.run.task import build_env
 from pql.types import Step
 
 ROOT = Path(__file__).parents[2]

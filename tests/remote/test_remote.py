@@ -21,7 +21,7 @@ from pql.contract.env import ObsSpec, make_env
 from pql.engine.executors import Inline
 from pql.envs.toy import Counter
 from pql.errors import ConfigError, RunError
-from pql.remote import protocol as wire
+from pql.remote import protocol
 from pql.remote.actor.client import ActorClient
 from pql.remote.actor.command import keywords
 from pql.remote.actor.sims import Host, make_sim
@@ -29,9 +29,9 @@ from pql.remote.env import Remote
 from pql.remote.process.far_build import describe_simulator
 from pql.remote.server import check_safe
 from pql.run.build import build
-from pql.run.evaluation import run_episodes
+from pql.run.environment import build_env, describe_env
+from pql.run.episodes import run_episodes
 from pql.run.session import Session
-from pql.run.task import build_env, describe_env
 
 COUNTER = {"restart_every": 4, "stagger": True}
 
@@ -46,13 +46,13 @@ def address(tmp_path):
 
 def frames_of(sim, steps=9):
     """A simulator's packed messages, and what was packed."""
-    layout = wire.Layout(wire.check_facts(describe_simulator(sim.spec)))
+    layout = protocol.Layout(protocol.check_facts(describe_simulator(sim.spec)))
     stacks = {k: s.stack for k, s in sim.spec.obs.items()}
-    first = wire.newest_frames(sim.reset(1), stacks)
+    first = protocol.newest_frames(sim.reset(1), stacks)
     yield layout, layout.pack_obs(7, 1, first), first
     for seq in range(2, steps):
         step = sim.step(np.zeros(layout.action_shape, layout.action_type))
-        obs, final = (wire.newest_frames(frames, stacks) for frames in (step.obs, step.final_obs))
+        obs, final = (protocol.newest_frames(frames, stacks) for frames in (step.obs, step.final_obs))
         step = step._replace(obs=obs, final_obs=final)
         yield layout, layout.pack_step(7, seq, step), step
 
@@ -61,14 +61,16 @@ def frames_of(sim, steps=9):
 def test_a_step_arrives_as_it_was(name):
     packed = list(frames_of(make_sim(name, 5, COUNTER if name == "counter" else {})))
     layout, message, first = packed[0]
-    assert wire.HEADER.size == 32
-    for k, v in layout.read_obs(wire.unpack(message).body).obs.items():
+    assert protocol.HEADER.size == 32
+    for k, v in layout.read_obs(protocol.unpack(message).body).obs.items():
         assert np.array_equal(v, first[k])
     ends = 0
     for layout, message, step in packed[1:]:
-        rows = layout.read_step(wire.expect(wire.unpack(message), wire.STEP, 7, wire.unpack(message).seq).body)
+        rows = layout.read_step(
+            protocol.expect(protocol.unpack(message), protocol.STEP, 7, protocol.unpack(message).seq).body
+        )
         assert np.array_equal(rows.reward, step.reward)
-        for i, flag in enumerate(wire.FLAGS):
+        for i, flag in enumerate(protocol.FLAGS):
             assert np.array_equal(rows.flags >> i & 1, getattr(step, flag)), flag
         assert np.array_equal(rows.log, np.array(list(step.log.values())).reshape(rows.log.shape))
         for k in step.obs:
@@ -91,37 +93,37 @@ def test_pixel_actors_send_the_newest_frames_alone():
         "final_obs": "always",
         "info": {},
     }
-    layout = wire.Layout(wire.check_facts(facts))
+    layout = protocol.Layout(protocol.check_facts(facts))
     obs = {"policy": np.zeros((32, 84, 84), np.uint8)}
     assert len(layout.pack_obs(1, 1, obs)) == 32 * 84 * 84 + 32
 
 
 def test_frames_that_are_wrong_are_refused_in_words():
     (layout, _, _), (_, message, _) = list(frames_of(make_sim("counter", 5, {}), 3))
-    body = wire.unpack(message).body
+    body = protocol.unpack(message).body
     for broken, why in (
         (message[:20], "too short for a frame"),
         (b"grpc" + message[4:], "not a frame"),
         (message[:-1], "the header says"),
         (message[:4] + b"\x09\x00" + message[6:], "version 9"),
     ):
-        with pytest.raises(wire.WireError, match=why):
-            wire.unpack(broken)
-    with pytest.raises(wire.WireError, match="cut short"):
+        with pytest.raises(protocol.ProtocolError, match=why):
+            protocol.unpack(broken)
+    with pytest.raises(protocol.ProtocolError, match="cut short"):
         layout.read_step(body[:-3])
-    with pytest.raises(wire.WireError, match="too many"):
+    with pytest.raises(protocol.ProtocolError, match="too many"):
         layout.read_step(bytes(body) + b"x")
-    with pytest.raises(wire.WireError, match="expected frame 4 of run 7, number 3"):
-        wire.expect(wire.unpack(message), wire.OBS, 7, 3)
+    with pytest.raises(protocol.ProtocolError, match="expected frame 4 of run 7, number 3"):
+        protocol.expect(protocol.unpack(message), protocol.OBS, 7, 3)
     for spec in (["name"], "name num_envs", 5, {}):
-        with pytest.raises(wire.WireError, match="specification"):
-            wire.check_facts(spec)
+        with pytest.raises(protocol.ProtocolError, match="specification"):
+            protocol.check_facts(spec)
     facts = describe_simulator(make_sim("counter", 5, {}).spec)
-    wire.check_facts(facts | {"info": {"action_reach": [2.0] * facts["action"]["size"]}})
-    with pytest.raises(wire.WireError, match="action is missing or wrong"):
-        wire.check_facts(facts | {"action": {"n": 3, "start": 0.5}})
-    with pytest.raises(wire.WireError, match="action is missing or wrong"):  # no float holds it
-        wire.check_facts(facts | {"action": {"size": 1, "low": [-(10**400)], "high": [1]}})
+    protocol.check_facts(facts | {"info": {"action_reach": [2.0] * facts["action"]["size"]}})
+    with pytest.raises(protocol.ProtocolError, match="action is missing or wrong"):
+        protocol.check_facts(facts | {"action": {"n": 3, "start": 0.5}})
+    with pytest.raises(protocol.ProtocolError, match="action is missing or wrong"):  # no float holds it
+        protocol.check_facts(facts | {"action": {"size": 1, "low": [-(10**400)], "high": [1]}})
     group, nan = [[1], "float32", 1], float("nan")
     for name, value in (
         ("name", "x\x1b[2J"),
@@ -132,10 +134,10 @@ def test_frames_that_are_wrong_are_refused_in_words():
         ("info", {"action_reach": [1.0] * 9}),
         ("info", {"action_reach": ["wide"]}),
     ):  # an admitted actor's names and bounds are part of every checkpoint, whose readers refuse these
-        with pytest.raises(wire.WireError, match=f"{name} is missing or wrong"):
-            wire.check_facts(facts | {name: value})
-    with pytest.raises(wire.WireError, match="at most"):
-        wire.Layout(describe_simulator(make_sim("counter", 5, {}).spec) | {"num_envs": 10**7})
+        with pytest.raises(protocol.ProtocolError, match=f"{name} is missing or wrong"):
+            protocol.check_facts(facts | {name: value})
+    with pytest.raises(protocol.ProtocolError, match="at most"):
+        protocol.Layout(describe_simulator(make_sim("counter", 5, {}).spec) | {"num_envs": 10**7})
 
 
 # -- the learner's side -----------------------------------------------------------------------------------------------
@@ -176,11 +178,11 @@ def test_targets_do_not_show_that_an_actor_was_late(address):
         parts.begin()
         for _ in range(10):
             parts.schedule.tick()
-        ring = parts.first.collector.replays[0]
+        ring = parts.collector.replays[0]
     local = build(small_config(algo=algo, num_envs=4, task={"name": "counter", "kwargs": COUNTER}), executor=Inline())
     local.start()
     local.warm_up(80)
-    theirs = local.first.collector.replays[0]
+    theirs = local.collector.replays[0]
     assert int(ring.rule("valid", ring.flags.int()).sum()) == parts.env_steps >= 56 * 8
     rows = int(torch.cat((ring.live.head, theirs.live.head)).min()) - 3
     assert rows > 8  # of the late one; how many is a question of the clock
@@ -205,7 +207,7 @@ def test_a_new_actor_takes_the_slots_of_one_that_is_gone(address):
         obs = env.reset(0)
         answer.join()
         assert env.present().all()
-        slots = env.table.peers[1].slots
+        slots = env.table.actors[1].slots
         env.send(torch.zeros(8, 2), torch.arange(8))
         raw.hear()
         raw.close()  # with an action in hand
@@ -227,8 +229,8 @@ def test_a_new_actor_takes_the_slots_of_one_that_is_gone(address):
 
 def answer_resets(raw, sim, run_id):
     order = raw.hear()
-    assert order.kind == wire.RESET
-    layout = wire.Layout(describe_simulator(sim.spec))
+    assert order.kind == protocol.RESET
+    layout = protocol.Layout(describe_simulator(sim.spec))
     raw.say(layout.pack_obs(run_id, order.seq, sim.reset(0)))
 
 
@@ -241,7 +243,7 @@ def test_late_actors_are_admitted_and_the_run_does_not_wait_for_them(address):
         parts.warm_up(8)
         parts.begin()
         parts.schedule.tick()
-        heads = parts.first.collector.replays[0].live.head
+        heads = parts.collector.replays[0].live.head
         assert int(heads[:2].sum()) >= 8 * 6
         assert int(heads[2:].sum()) == 0
         with acting(address, make_sim("counter", 2, {})):
@@ -329,7 +331,7 @@ def test_observations_of_every_type_arrive_as_they_were(address):
             assert all(torch.equal(v, step.final_obs["policy"].to(v.dtype)) for v in step.final_obs.values())
             obs = step.obs
         env.close()
-    assert wire.FrameReader(memoryview(bytes([0, 7, 1]))).array("bool", (3,)).tolist() == [False, True, True]
+    assert protocol.FrameReader(memoryview(bytes([0, 7, 1]))).array("bool", (3,)).tolist() == [False, True, True]
 
 
 def test_evaluation_says_whom_it_waits_for(address):
@@ -363,7 +365,7 @@ def test_the_run_waits_for_its_first_actor_and_gives_up(address, capsys):
     with acting(address, make_sim("counter", 2, {}), patience=0.1):
         env = Remote(2, listen=address, timeout=0.3)
         env.reset(0)
-        env.table.leave(env.table.peers[0])
+        env.table.leave(env.table.actors[0])
         with pytest.raises(RunError, match="no actor at"):
             env.step(torch.zeros(2, 2))
         env.close()
@@ -410,13 +412,13 @@ def test_more_environments_than_slots_wait_for_room(address):
 def test_garbage_ends_its_own_stream_alone(address, cases):
     """Random bytes, frames cut or changed at random, in place of a HELLO and of an answer."""
     rng, sim = np.random.RandomState(3), make_sim("counter", 2, {})
-    layout = wire.Layout(describe_simulator(sim.spec))
+    layout = protocol.Layout(describe_simulator(sim.spec))
     with remote(address, [make_sim("counter", 2, {})], 64) as env:
         env.reset(0)
-        start = env.table.peers[0]
+        start = env.table.actors[0]
         for i in range(cases):
             raw = Raw(address)
-            good = wire.pack_json(wire.HELLO, 1, 0, {"spec": describe_simulator(sim.spec), "role": "train"})
+            good = protocol.pack_json(protocol.HELLO, 1, 0, {"spec": describe_simulator(sim.spec), "role": "train"})
             if i % 2:
                 raw.say(good)
                 raw.hear()
@@ -431,19 +433,19 @@ def test_garbage_ends_its_own_stream_alone(address, cases):
             raw.say(bytes(bad))
             assert raw.refusal()[0] == grpc.StatusCode.INVALID_ARGUMENT
             raw.close()
-        assert env.table.peers[0] is start
+        assert env.table.actors[0] is start
         wait_until(lambda: env.table.live == 1)
         assert env.step(torch.zeros(64, 2)).valid[:2].all()
 
 
 def read_as_the_learner(message, layout):
-    frame = wire.unpack(message)
-    if frame.kind == wire.HELLO:
-        wire.Layout(wire.check_facts(wire.read_json_frame(frame.body).get("spec")))
-    elif frame.kind == wire.OBS:
+    frame = protocol.unpack(message)
+    if frame.kind == protocol.HELLO:
+        protocol.Layout(protocol.check_facts(protocol.read_json_frame(frame.body).get("spec")))
+    elif frame.kind == protocol.OBS:
         layout.read_obs(frame.body)
     else:
-        layout.read_step(wire.expect(frame, wire.STEP, 7, frame.seq).body)
+        layout.read_step(protocol.expect(frame, protocol.STEP, 7, frame.seq).body)
 
 
 @pytest.mark.fault(24, cases=(600, 20_000))
@@ -452,7 +454,7 @@ def test_damaged_frames_are_read_as_frames_or_refused(cases):
     rng, sim = np.random.RandomState(4), make_sim("counter", 3, COUNTER)
     packed = list(frames_of(sim))
     layout, facts = packed[0][0], {"spec": describe_simulator(sim.spec), "role": "train"}
-    good = [wire.pack_json(wire.HELLO, 7, 0, facts), *(message for _, message, _ in packed)]
+    good = [protocol.pack_json(protocol.HELLO, 7, 0, facts), *(message for _, message, _ in packed)]
     refused = 0
     for i in range(cases):
         message = bytearray(good[rng.randint(len(good))])
@@ -468,7 +470,7 @@ def test_damaged_frames_are_read_as_frames_or_refused(cases):
             message[at : at + 16] = rng.bytes(len(message[at : at + 16]))
         try:
             read_as_the_learner(bytes(message), layout)
-        except wire.WireError:
+        except protocol.ProtocolError:
             refused += 1
     assert 0.5 * cases < refused < cases
 
@@ -558,7 +560,7 @@ def test_an_actor_takes_a_step_no_longer_than_its_simulator(address):
         parts.start()
         start = time.monotonic()
         parts.warm_up(10)
-        heads = parts.first.collector.replays[0].live.head.tolist()
+        heads = parts.collector.replays[0].live.head.tolist()
         assert sum(heads) >= 40
         assert max(heads) > 3 * min(heads) or time.monotonic() - start > 1.5
 
@@ -597,7 +599,7 @@ def test_actors_step_a_task_that_keeps_its_presets(address, capfd, monkeypatch):
         "full_actions": False,
         "life_loss": True,
     }
-    assert describe_env(config, torch.device("cpu")) is None
+    assert describe_env(config) is None
 
 
 def test_unrolls_of_a_task_by_actors_one_of_which_is_late(address):
@@ -607,10 +609,10 @@ def test_unrolls_of_a_task_by_actors_one_of_which_is_late(address):
     with acting(address, *sims):
         parts = build(config, executor=Inline())
         parts.start()
-        wait_until(lambda: parts.first.env.table.live == 2)
+        wait_until(lambda: parts.env.table.live == 2)
         parts.warm_up(2)
         parts.begin()
-        store, learner = parts.first.collector.stores[0], parts.first.learners["learner"]
+        store, learner = parts.collector.stores[0], parts.learners["learner"]
         apart = 0
         for _ in range(12):
             parts.schedule.tick()
@@ -619,7 +621,7 @@ def test_unrolls_of_a_task_by_actors_one_of_which_is_late(address):
     assert parts.config.algo.gamma == 0.9  # catch's own
     assert int(learner.state.reader.taken) >= 10 * 8
     assert apart > 2  # ticks after which environments were at rows of their own
-    metrics = parts.first.jobs["learner"].metrics.drain()
+    metrics = parts.jobs["learner"].metrics.drain()
     assert 1 <= metrics["lag/rows_mean"] <= metrics["lag/rows_max"]
 
 

@@ -18,8 +18,7 @@ from run_files import WORDS, points, words
 
 from pql.cli.main import main
 from pql.engine.interrupt import Interrupt
-from pql.remote import protocol as wire
-from pql.remote import server
+from pql.remote import protocol, server
 from pql.remote.actor.sims import make_sim
 from pql.remote.env import Remote
 from pql.remote.process.far_build import describe_simulator
@@ -87,7 +86,7 @@ def test_a_killed_actor_s_slots_are_free_within_two_seconds(actor, tmp_path, tri
         process, rows = actor(), Rows(env)
         wait_until(lambda: env.table.live == 2)
         rows.reset()
-        slots = env.table.peers[1].slots
+        slots = env.table.actors[1].slots
         for _ in range(rng.randrange(6)):
             assert rows.step().all()
         killer = threading.Timer(rng.random() * 0.05, process.kill)  # while rows are on their way
@@ -101,7 +100,7 @@ def test_a_killed_actor_s_slots_are_free_within_two_seconds(actor, tmp_path, tri
         actor()
         while env.table.live < 2:
             rows.step()
-        assert (env.table.peers[2].slots == slots).all()
+        assert (env.table.actors[2].slots == slots).all()
         wait_until(lambda: rows.step().all())
         assert rows.step().all()
 
@@ -109,16 +108,16 @@ def test_a_killed_actor_s_slots_are_free_within_two_seconds(actor, tmp_path, tri
 def break_off(address, run_id, answers, closed):
     """Join, answer so many requests, and close the connection without BYE, as when a process dies."""
     raw, sim = Raw(address), film()
-    layout, stacks = wire.Layout(describe_simulator(sim.spec)), {"policy": 3}
+    layout, stacks = protocol.Layout(describe_simulator(sim.spec)), {"policy": 3}
     raw.hello(sim, run_id=run_id)
-    assert raw.hear().kind == wire.WELCOME
+    assert raw.hear().kind == protocol.WELCOME
     for _ in range(answers):
         order = raw.hear()
-        if order.kind == wire.RESET:
-            raw.say(layout.pack_obs(run_id, order.seq, wire.newest_frames(sim.reset(0), stacks)))
+        if order.kind == protocol.RESET:
+            raw.say(layout.pack_obs(run_id, order.seq, protocol.newest_frames(sim.reset(0), stacks)))
         else:
             step = sim.step(layout.read_action(order.body))
-            obs, final = (wire.newest_frames(frames, stacks) for frames in (step.obs, step.final_obs))
+            obs, final = (protocol.newest_frames(frames, stacks) for frames in (step.obs, step.final_obs))
             raw.say(layout.pack_step(run_id, order.seq, step._replace(obs=obs, final_obs=final)))
     closed.append(time.monotonic())
     raw.channel.close()
@@ -207,7 +206,7 @@ def test_actors_come_back_to_a_learner_that_was_killed(actor, tmp_path, cases):
         rows = Rows(env)
         rows.reset(i)
         assert rows.last == [10, 11]
-        run = env.table.peers[0].run_id
+        run = env.table.actors[0].run_id
         assert run not in seen
         seen.add(run)
         for _ in range(rng.randrange(5)):
@@ -342,7 +341,7 @@ def test_a_run_that_is_to_end_waits_for_no_actor(tmp_path):
         env.reset(0)
         action = torch.zeros(4, dtype=torch.int64)
         assert env.step(action).valid.tolist() == [True, True, False, False]
-        env.table.leave(env.table.peers[0])
+        env.table.leave(env.table.actors[0])
         interrupt.asked = True
         for _ in range(100):  # seconds each, otherwise
             assert not env.step(action).valid.any()

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from machines import effort
 
-from pql.remote.protocol import ACT, BYE, RESET, Layout, WireRows, unpack
+from pql.remote.protocol import ACT, BYE, RESET, ActorRows, Layout, unpack
 from pql.remote.slot_table import DUE, EMPTY, FLYING, NOBODY, READY, FullError, RemoteActor, SlotTable, TooManyError
 
 
@@ -17,12 +17,12 @@ def test_after_the_end_nothing_is_sent_and_nothing_is_taken():
     table.reset(0)
     for peer in peers:
         table.admit(peer)
-    table.answered(peers[0], WireRows({}))
+    table.answered(peers[0], ActorRows({}))
     table.reset(1)  # the second has not answered yet: it will be reset then
-    table.answered(peers[0], WireRows({}))
+    table.answered(peers[0], ActorRows({}))
     table.end("done")
     assert table.take_all(0.0) == table.take(0) == []  # not one answer alone
-    table.answered(peers[1], WireRows({}))
+    table.answered(peers[1], ActorRows({}))
     assert [unpack(message).kind for message in posted] == [RESET, RESET, RESET, BYE, BYE]
 
 
@@ -121,7 +121,7 @@ class SlotTableMachine(RuleBasedStateMachine):
     def answer_of(self, actor):
         actor.answers += 1
         values = np.arange(actor.peer.layout.count) + 100.0 * actor.answers + 10_000 * actor.number
-        self.table.answered(actor.peer, WireRows({"policy": values}))
+        self.table.answered(actor.peer, ActorRows({"policy": values}))
         if self.closed:
             return
         actor.busy = False
@@ -217,7 +217,7 @@ class SlotTableMachine(RuleBasedStateMachine):
         assert table.owner.tolist() == [NOBODY if h is None else h[0].number for h in self.holder]
         assert [table.place[s] for s in range(self.size) if self.holder[s]] == [h[1] for h in self.holder if h]
         assert table.live == sum(not a.gone for a in self.actors)
-        assert sorted(table.peers) == [a.number for a in self.actors if not a.gone or self.slots_of(a)]
+        assert sorted(table.actors) == [a.number for a in self.actors if not a.gone or self.slots_of(a)]
         assert table.measures() == {
             "remote/actors": table.live,
             "remote/envs": self.size - self.state.count(EMPTY),

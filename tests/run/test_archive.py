@@ -15,8 +15,8 @@ from pql.cli.main import main
 from pql.data import tensorfile
 from pql.engine.schedule import Concurrent
 from pql.errors import PqlWarning, RunError
+from pql.run.evaluator import Evaluations
 from pql.run.policy import load_policy
-from pql.run.session import Session
 from pql.run.store import run_dir as rundir
 from pql.run.store.claim import LOCK, claim, holder
 from pql.run.store.run_dir import read_summary
@@ -118,14 +118,14 @@ def test_a_deletion_is_noticed_at_the_next_row_and_saved_at_once(tmp_path):
 
 @pytest.mark.fault(33)
 def test_the_policy_is_kept_where_the_directory_went_during_the_final_evaluation(tmp_path, monkeypatch):
-    folder, real = tmp_path / "run", Session._final_evaluation
+    folder, real = tmp_path / "run", Evaluations.final
 
-    def evaluate(session):
-        result = real(session)
+    def evaluate(evaluations):
+        result = real(evaluations)
         shutil.rmtree(folder)
         return result
 
-    monkeypatch.setattr(Session, "_final_evaluation", evaluate)
+    monkeypatch.setattr(Evaluations, "final", evaluate)
     with pytest.warns(PqlWarning, match="was deleted"), pytest.raises(RunError, match="the run directory was deleted"):
         run(*words(folder))
     assert load_policy(folder)(torch.zeros(2, 3)).shape == (2, 1)

@@ -18,19 +18,8 @@ from pql.config.compose import compose
 from pql.contract.registry import register
 from pql.envs.toy import Counter
 from pql.errors import PqlWarning
-from pql.run.log.console import (
-    COLUMNS,
-    EVERY,
-    WIDTH,
-    Console,
-    Lines,
-    Notebook,
-    Panel,
-    RunProgress,
-    budget_words,
-    make_face,
-    opening,
-)
+from pql.run.log.console import WIDTH, Console, budget_words, opening
+from pql.run.log.displays import COLUMNS, EVERY, Lines, Notebook, Panel, RunProgress, make_face
 from pql.run.session import Session
 
 ROW = {
@@ -374,7 +363,7 @@ def test_an_evaluation_shows_how_far_it_is(tmp_path, monkeypatch, threads_left):
     assert main(["train", *words(tmp_path, "task=env", "task.name=watched")]) == 0
     plain_face = make_face
     monkeypatch.setattr("pql.run.log.console.make_face", lambda *what: faces.append(plain_face(*what)) or faces[-1])
-    monkeypatch.setattr("pql.run.evaluation.CHECK_EVERY", 1)
+    monkeypatch.setattr("pql.run.episodes.CHECK_EVERY", 1)
     assert main(["eval", str(tmp_path), "num_envs=2", "episodes=4"]) == 0
     assert [text.partition(",")[0] for text in seen] == [f"evaluation: {n} of 4 episodes" for n in (0, 0, 0, 2, 2, 2)]
     assert not threads_left()

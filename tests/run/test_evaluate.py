@@ -19,11 +19,12 @@ from pql.contract.registry import register
 from pql.envs.classic import Pendulum
 from pql.envs.toy import FILLER_REWARD, Counter
 from pql.errors import PqlWarning, RunError
-from pql.run.evaluation import Evaluation, Evaluator, StoppedError, run_episodes
+from pql.run.environment import build_env
+from pql.run.episodes import EpisodeRules, Evaluation, StoppedError, run_episodes
+from pql.run.evaluator import Evaluator
 from pql.run.policy import fresh_policy, load_policy, snapshot
 from pql.run.session import Session
 from pql.run.store.checkpoint import load
-from pql.run.task import build_env
 
 
 def zero(obs: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -72,11 +73,11 @@ def test_exactly_the_first_episode_of_every_environment_counts(autoreset, option
 def test_every_environment_plays_its_share_of_the_episodes(autoreset, options):
     """11 episodes in 4 environments: three each in the first three, two in the last, however short they are."""
     env = Counter(num_envs=4, autoreset=autoreset, episode_length=9, **options)
-    result = run_episodes(env, zero, seed=0, episodes=11)
+    result = run_episodes(env, zero, seed=0, rules=EpisodeRules(episodes=11))
     want = [episode(env, i, e) for e in range(3) for i in range(4) if (i, e) != (3, 2)]
     assert result.returns == [r for r, _ in want]
     assert result.lengths == [n for _, n in want]
-    few = run_episodes(env, zero, seed=0, episodes=3)
+    few = run_episodes(env, zero, seed=0, rules=EpisodeRules(episodes=3))
     assert few.returns == [r for r, _ in want[:3]]
 
 
@@ -90,7 +91,12 @@ def test_an_evaluation_of_a_staggered_task_plays_whole_episodes():
     assert min(training) < 6
     assert evaluation == [6] * 16
     env = build_env(config)  # the training's own, where there is no second one
-    assert run_episodes(env, lambda obs: torch.zeros(16, 1), seed=0, staggered=True, episodes=20).lengths == [6] * 20
+    assert (
+        run_episodes(
+            env, lambda obs: torch.zeros(16, 1), seed=0, rules=EpisodeRules(staggered=True, episodes=20)
+        ).lengths
+        == [6] * 20
+    )
 
 
 def test_a_final_evaluation_on_the_trainings_own_simulator_plays_whole_episodes(tmp_path, monkeypatch):
@@ -104,7 +110,7 @@ def test_a_final_evaluation_on_the_trainings_own_simulator_plays_whole_episodes(
     session = Session(compose(words(tmp_path, *task, "eval.final=true")), quiet=True)
     session.train()
     assert session.last_eval is not None
-    assert session.last_eval.lengths == [6] * session.parts.first.env.spec.num_envs
+    assert session.last_eval.lengths == [6] * session.parts.env.spec.num_envs
 
 
 @pytest.mark.parametrize("autoreset", ["same_step", "next_step"])
@@ -125,7 +131,7 @@ def test_short_episodes_are_not_favoured():
     """Environment 0 plays episodes of 1 row, the other one of 20: the first to end would all be short."""
     env = Counter(num_envs=2, episode_length=20, terminate_every=1)
     env.length_of = lambda env, episode: torch.where(env == 0, 1, 20) + episode * 0  # type: ignore[method-assign]
-    result = run_episodes(env, zero, seed=0, episodes=10)
+    result = run_episodes(env, zero, seed=0, rules=EpisodeRules(episodes=10))
     assert result.length == 10.5
     assert sorted(result.lengths) == [1.0] * 5 + [20.0] * 5
 
@@ -143,7 +149,7 @@ def test_an_episode_succeeds_where_any_of_its_rows_does():
         return row._replace(log={**row.log, "success": torch.where(row.valid, solved.float(), 1.0)})
 
     env.step = step  # type: ignore[method-assign]
-    result = run_episodes(env, zero, seed=0, episodes=6)
+    result = run_episodes(env, zero, seed=0, rules=EpisodeRules(episodes=6))
     assert result.successes == [False, True, True, False, True, False]
     assert result.success == 0.5
     assert result.measures()["success"] == 0.5
@@ -180,17 +186,19 @@ def counted(env: Counter) -> list[int]:
 @pytest.mark.parametrize("autoreset", ["same_step", "next_step"])
 @pytest.mark.parametrize("given", [False, True], ids=["default", "given"])
 def test_an_environment_that_does_not_end_counts_for_exactly_the_limit(monkeypatch, autoreset, given):
-    monkeypatch.setattr("pql.run.evaluation.LONGEST", 30 if given else 10)
+    monkeypatch.setattr("pql.run.episodes.LONGEST", 30 if given else 10)
     env = Counter(num_envs=2, episode_length=10**6, terminate_every=0, autoreset=autoreset)
     env.spec, calls = dataclasses.replace(env.spec, max_episode_steps=None), counted(env)
     limit = {"max_steps": 10} if given else {}
-    result = run_episodes(env, zero, seed=0, **limit)
+    result = run_episodes(env, zero, seed=0, rules=EpisodeRules(**limit))
     zeroth, at = torch.zeros(10, dtype=torch.int64), torch.arange(10)
     want = [float(env.reward_of(zeroth + i, zeroth, at).sum()) for i in range(2)]
     assert (result.returns, result.lengths) == (want, [10.0, 10.0])
     assert len(calls) == 10 + (autoreset == "next_step")
     del calls[:]
-    several = run_episodes(env, zero, seed=0, episodes=40, **limit)  # a second one might never begin
+    several = run_episodes(
+        env, zero, seed=0, rules=EpisodeRules(episodes=40, **limit)
+    )  # a second one might never begin
     assert (several.returns, several.lengths) == (want, [10.0, 10.0])
     assert len(calls) == 64  # the next look after the limit
 
@@ -202,7 +210,7 @@ def test_episodes_as_long_as_the_limit_are_whole(autoreset, declared):
     env.length_of = lambda env, episode: torch.full_like(env, 6)  # type: ignore[method-assign]
     env.spec = dataclasses.replace(env.spec, max_episode_steps=9 if declared else None)
     want = [episode(env, i, e) for e in range(3) for i in range(3)]
-    result = run_episodes(env, zero, seed=0, episodes=9, max_steps=6)
+    result = run_episodes(env, zero, seed=0, rules=EpisodeRules(episodes=9, max_steps=6))
     assert (result.returns, result.lengths) == ([r for r, _ in want], [6.0] * 9)
 
 
@@ -210,7 +218,7 @@ def test_episodes_as_long_as_the_limit_are_whole(autoreset, declared):
 def test_a_limit_below_the_tasks_own_cuts_every_episode(autoreset):
     """A later one is awaited: the task's own limit says that it will begin."""
     env = Counter(num_envs=3, episode_length=9, autoreset=autoreset)
-    result = run_episodes(env, zero, seed=0, episodes=8, max_steps=4)
+    result = run_episodes(env, zero, seed=0, rules=EpisodeRules(episodes=8, max_steps=4))
     want = []
     for e, i in [(e, i) for e in range(3) for i in range(3)][:8]:
         length, at = min(episode(env, i, e)[1], 4), torch.tensor([i])
@@ -227,7 +235,7 @@ def endless(num_envs, device):
 
 def test_the_limit_of_an_endless_task_is_said_and_can_be_set(tmp_path, monkeypatch, capsys):
     register("endless", endless)
-    monkeypatch.setattr("pql.run.evaluation.LONGEST", 1234)
+    monkeypatch.setattr("pql.run.episodes.LONGEST", 1234)
     task, said = ("task=env", "task.name=endless"), "endless has no time limit: evaluations cut its episodes after"
     said = said.replace("endless", endless(1, "cpu").spec.name, 1)
     assert main(["train", *words(tmp_path / "one", *task, "eval.final=true")]) == 0
@@ -384,7 +392,7 @@ def test_an_evaluator_that_fails_ends_the_run_and_names_the_cause(tmp_path, monk
     def fail(*args, **kwargs):
         raise ValueError("simulator lost")
 
-    monkeypatch.setattr("pql.run.evaluation.run_episodes", fail)
+    monkeypatch.setattr("pql.run.evaluator.run_episodes", fail)
     session = Session(compose(words(tmp_path, "eval.final=true")), quiet=True)
     with pytest.raises(RunError, match="the evaluator failed: ValueError: simulator lost"):
         session.train()
@@ -438,8 +446,8 @@ def test_a_loaded_policy_acts_as_the_trained_one(tmp_path, algo):
     obs = torch.randn(64, 3, generator=torch.Generator().manual_seed(0)) * 3
     parts = session.parts
     with torch.no_grad():
-        want = parts.first.policy.module.mean_action(parts.first.collector.normalizer({"policy": obs}))
-        raw = parts.first.policy.module.mean_action({"policy": obs})
+        want = parts.policy.module.mean_action(parts.collector.normalizer({"policy": obs}))
+        raw = parts.policy.module.mean_action({"policy": obs})
     resume_point = next((tmp_path / "checkpoints").glob("tick-*"))
     for source in (tmp_path, tmp_path / "checkpoints" / "best", resume_point):
         policy = load_policy(source)
@@ -454,7 +462,7 @@ def test_a_policy_without_a_normaliser(tmp_path):
     session = Session(compose(words(tmp_path, "algo.normalize_obs=false")), quiet=True)
     session.train()
     obs = torch.randn(8, 3)
-    assert torch.equal(load_policy(tmp_path)(obs), session.parts.first.policy.module.mean_action({"policy": obs}))
+    assert torch.equal(load_policy(tmp_path)(obs), session.parts.policy.module.mean_action({"policy": obs}))
 
 
 def test_a_fresh_policy_leaves_torchs_own_generator_alone(tmp_path):
@@ -463,6 +471,6 @@ def test_a_fresh_policy_leaves_torchs_own_generator_alone(tmp_path):
     torch.manual_seed(0)
     want = torch.rand(1)
     torch.manual_seed(0)
-    fresh_policy(session.config, session.parts.first.env.spec, "cpu")
+    fresh_policy(session.config, session.parts.env.spec, "cpu")
     assert torch.equal(torch.rand(1), want)
     assert set(snapshot(session.parts)) == {"policy", "norm"}

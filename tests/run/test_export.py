@@ -79,7 +79,7 @@ def test_every_way_to_load_a_policy_gives_the_same_actions_in_the_unit_range(run
     obs = torch.randn(20, 3, generator=torch.Generator().manual_seed(1)) * torch.tensor([1, 1, 8])
     want = by_hand(run, obs.double().numpy()) / 2
     for path in (run, run / "checkpoints" / "last", run / "export" / "policy.pt2", run / "export" / "policy.onnx"):
-        policy = pql.load_policy(path)
+        policy = pql.load_policy(path, trust=path.suffix == ".pt2")
         assert policy.spec.action == Box(1, (-2.0,), (2.0,))
         assert policy.spec.obs == {"policy": ObsSpec((3,))}
         assert policy.initial_state(4) == {}
@@ -90,7 +90,8 @@ def test_every_way_to_load_a_policy_gives_the_same_actions_in_the_unit_range(run
 @pytest.mark.parametrize("form", ["pt2", "onnx"])
 def test_an_export_is_evaluated_like_its_run(run: Path, capsys, form: str) -> None:
     assert main(["eval", str(run), "num_envs=2", "episodes=3"]) == 0
-    assert main(["eval", str(run / "export" / f"policy.{form}"), "num_envs=2", "episodes=3"]) == 0
+    trust = ["--trust"] * (form == "pt2")
+    assert main(["eval", str(run / "export" / f"policy.{form}"), "num_envs=2", "episodes=3", *trust]) == 0
     said = capsys.readouterr().out
     want, got = (
         json.loads((run / "evaluations" / f"{name}-seed0-3episodes.json").read_text())
@@ -176,7 +177,7 @@ def test_an_export_goes_into_the_model_that_its_policy_was_trained_on(rememberin
     manifest = {"config": to_dict(compose(["device=cpu", "task=hopper", "task.model=fast"]))}
     metadata = export.export_metadata(remembering, manifest, Path("a/b/c"), scale=True)
     write_export(remembering, metadata, tmp_path, ("pt2",))
-    assert open_stored(tmp_path / "policy.pt2").config.task.model == "fast"
+    assert open_stored(tmp_path / "policy.pt2", trust=True).config.task.model == "fast"
 
 
 def test_unscaled_sac_export_leaves_out_the_bounds(tmp_path: Path) -> None:
@@ -206,7 +207,7 @@ def test_an_export_has_the_running_statistics_of_batch_norm(tmp_path: Path) -> N
     mean = (hidden @ t["4.weight"].T + t["4.bias"])[:, :1]
     assert np.abs(t["0.running_mean"]).max() > 0.01
     for file in export_policy(run).files.values():
-        np.testing.assert_allclose(pql.load_policy(file)(torch.from_numpy(obs)), np.tanh(mean), atol=1e-5)
+        np.testing.assert_allclose(pql.load_policy(file, trust=True)(torch.from_numpy(obs)), np.tanh(mean), atol=1e-5)
 
 
 # -- outputs of no algorithm here: recurrent states, several groups, frames, unbounded outputs -----------------------
@@ -248,7 +249,7 @@ def metadata_of(policy: Policy, scale: bool = True) -> dict:
 def test_recurrent_policy_carries_its_state_from_step_to_step(remembering: Policy, tmp_path: Path) -> None:
     write_export(remembering, metadata_of(remembering), tmp_path, ("pt2", "onnx"))
     gen = torch.Generator().manual_seed(3)
-    loaded = [pql.load_policy(tmp_path / f"policy.{f}") for f in ("pt2", "onnx")]
+    loaded = [pql.load_policy(tmp_path / f"policy.{f}", trust=True) for f in ("pt2", "onnx")]
     states = [p.initial_state(6) for p in (remembering, *loaded)]
     assert [{k: v.shape for k, v in s.items()} for s in states] == [{"h": (6, 5), "c": (6, 5)}] * 3
     session = ort.InferenceSession(str(tmp_path / "policy.onnx"))
@@ -322,7 +323,7 @@ def test_discrete_actions_leave_from_the_simulators_start(tmp_path: Path, scale:
     x = torch.randn(50, 2) * 3
     want = policy(x)
     for f in ("pt2", "onnx"):
-        loaded = pql.load_policy(tmp_path / f"policy.{f}")
+        loaded = pql.load_policy(tmp_path / f"policy.{f}", trust=True)
         assert loaded.spec.action == Discrete(3, -4)
         assert torch.equal(loaded(x), want)  # as pql's environments take them
         raw = loaded._function([x])[0]  # type: ignore[union-attr]
@@ -365,7 +366,7 @@ def test_discrete_actions_leave_as_whole_numbers(tmp_path: Path) -> None:
     want = policy(x)
     assert {*want.tolist()} == {0, 1, 2}
     for f in ("pt2", "onnx"):
-        loaded = pql.load_policy(tmp_path / f"policy.{f}")
+        loaded = pql.load_policy(tmp_path / f"policy.{f}", trust=True)
         assert loaded.spec.action == Discrete(3)
         assert torch.equal(loaded(x), want)
     policy.net.shift = 1
@@ -464,10 +465,10 @@ def test_a_missing_package_is_named_with_what_installs_it(run: Path, monkeypatch
 def test_what_is_no_export_is_refused_by_name(tmp_path: Path, suffix: str) -> None:
     file = tmp_path / f"other.{suffix}"
     with pytest.raises(ConfigError, match=f"policy={file}: expected a file"):
-        pql.load_policy(file)
+        pql.load_policy(file, trust=True)
     file.write_bytes(b"something else")
     with pytest.raises(ConfigError, match=rf"policy={file}: expected an? \.{suffix} file that pql export wrote"):
-        pql.load_policy(file)
+        pql.load_policy(file, trust=True)
 
 
 # -- away from torch --------------------------------------------------------------------------------------------------

@@ -605,7 +605,7 @@ def test_too_little_memory_is_one_line(run: Path, monkeypatch: pytest.MonkeyPatc
     def refuse(*_: Any, **__: Any) -> Any:
         raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried")
 
-    monkeypatch.setattr("pql.run.session.build", refuse)
+    monkeypatch.setattr("pql.run.opening.build", refuse)
     assert main(["resume", str(run), "budget.env_steps=900"]) == 1
     assert capsys.readouterr().err.startswith("pql: too little memory for this run: choose smaller algo.policy.hidden")
 

@@ -30,8 +30,7 @@ from pql.errors import ConfigError, PqlWarning
 from pql.reports.runs import read_rows
 from pql.run.log import feed, loggers, trackers
 from pql.run.log import sinks as log
-from pql.run.log.closing import closing_words
-from pql.run.log.pace import few_rollouts
+from pql.run.log.closing import closing_words, few_rollouts
 from pql.run.resume import resume_config
 from pql.run.session import Session
 from pql.run.store.run_dir import Summary
@@ -84,23 +83,23 @@ def test_a_budget_with_room_for_few_rollouts_is_told(words, seconds, note):
 
 def test_closing_words_name_the_worker_that_bounds_the_tick():
     summary = Summary("runs/x", -1.25, -1.5, 16, 50.0, 20_000, 2_400, 1_200, "runs/x/checkpoints/last")
-    busy = {"collector": 5.0, "v": 9.0, "p": 1.0}
-    text = closing_words(summary, busy, 10.0, 300, with_budget(seconds=50.0, env_steps=20_000))
+    busy = {"collector": 0.5, "v": 0.9, "p": 0.1}
+    text = closing_words(summary, with_budget(seconds=50.0, env_steps=20_000), busy)
     assert "done: return -1.2 (IQM -1.5) over 16 episodes" in text
     assert "the tick is bounded by v (busy: collector 50%, v 90%, p 10%): a smaller critic or batch" in text
     assert "pql resume runs/x budget.seconds=100 budget.env_steps=40000" in text
     assert max(map(len, text.splitlines())) <= 100
     full = dataclasses.replace(summary, return_median=-1.0, length_mean=12.0, success=0.25)
-    text = closing_words(summary, busy, 10.0, 300, small_config(task={"name": "mine:Env"}))
+    text = closing_words(summary, small_config(task={"name": "mine:Env"}), busy)
     assert [line.endswith(" --trust") for line in text.splitlines()[-2:]] == [True, True]
-    text = closing_words(full, busy, 10.0, 300, with_budget(seconds=50.0))
+    text = closing_words(full, with_budget(seconds=50.0), busy)
     assert "done: return -1.2 (median -1.0, IQM -1.5), success 25% over 16 episodes of 12.0 steps" in text
     stopped = Summary("runs/x", None, None, 0, 50.0, 20_000, 2_400, 1_200, "c", interrupted=True)
-    text = closing_words(stopped, busy, 10.0, 300, with_budget(seconds=500.0))
+    text = closing_words(stopped, with_budget(seconds=500.0), busy)
     assert text.startswith("interrupted, saved: not evaluated")
     assert text.endswith("pql resume runs/x")
     spaced = dataclasses.replace(stopped, run_dir="my runs/x")
-    text = closing_words(spaced, busy, 10.0, 300, with_budget(seconds=5.0))
+    text = closing_words(spaced, with_budget(seconds=5.0), busy)
     assert text.endswith("next: pql eval 'my runs/x'\n      pql resume 'my runs/x'")  # to be pasted as it stands
 
 
@@ -116,7 +115,7 @@ def test_closing_words_name_the_worker_that_bounds_the_tick():
 )
 def test_the_next_command_has_no_budget_below_the_runs_own(config, words):
     summary = Summary("runs/x", None, None, 0, 3.0, 2048, 24, 12, "c")
-    assert closing_words(summary, {"v": 1.0}, 3.0, 5, config).endswith(f"pql resume runs/x{words}")
+    assert closing_words(summary, config, {"v": 0.5}).endswith(f"pql resume runs/x{words}")
 
 
 def test_no_command_is_named_that_would_find_nothing():
@@ -124,7 +123,7 @@ def test_no_command_is_named_that_would_find_nothing():
     stopped, config = dataclasses.replace(summary, interrupted=True), with_budget()
 
     def end(policy, point, summary=summary):
-        text = closing_words(summary, {"v": 1.0}, 3.0, 5, config, (policy, point))
+        text = closing_words(summary, config, {"v": 0.5}, (policy, point))
         return text.splitlines()[0], text[text.index("run: ") :].splitlines()[1:]
 
     policy, evaluate, resume = "policy: runs/x/checkpoints/last", "next: pql eval runs/x", "pql resume runs/x"
@@ -139,7 +138,7 @@ def test_a_better_policy_than_the_last_one_is_named():
 
     def named(best, last=0.0):
         ended = dataclasses.replace(summary, return_mean=last)
-        text = closing_words(ended, {"v": 1.0}, 3.0, 5, with_budget(seconds=50.0), best=best)
+        text = closing_words(ended, with_budget(seconds=50.0), {"v": 0.5}, best=best)
         return [line for line in text.splitlines() if line.startswith("best: ")]
 
     assert named(1234.56) == ["best: runs/x/checkpoints/best, return 1,234.6"]
@@ -148,16 +147,16 @@ def test_a_better_policy_than_the_last_one_is_named():
 
 def test_a_sitting_without_a_tick_names_no_worker():
     summary = Summary("runs/x", -1.25, -1.5, 16, 50.0, 20_000, 2_400, 1_200, "c")
-    text = closing_words(summary, {"v": 0.0}, 0.0, 0, with_budget(seconds=50.0))
+    text = closing_words(summary, with_budget(seconds=50.0), {})
     assert "bounded" not in text
     assert "nothing was learned in this sitting: the budget of the run was already used up" in text
     assert text.endswith("pql resume runs/x budget.seconds=100")
     cut = dataclasses.replace(summary, updates_v=0, updates_p=0)
-    text = closing_words(cut, {"v": 0.0}, 0.0, 0, with_budget(seconds=50.0))
+    text = closing_words(cut, with_budget(seconds=50.0), {})
     why = "nothing was learned in this sitting: it ended before the first tick"
     assert f"{why}; a longer budget, or fewer num_envs or algo.warmup_steps, reaches it\n" in text
     stopped = dataclasses.replace(cut, interrupted=True)
-    assert f"{why}\n" in closing_words(stopped, {}, 0.0, 0, with_budget(seconds=50.0))
+    assert f"{why}\n" in closing_words(stopped, with_budget(seconds=50.0), {})
 
 
 # -- files ----------------------------------------------------------------------------------------------------------
@@ -585,7 +584,7 @@ def test_the_real_wandb_whose_server_goes_loses_nothing(tmp_path, monkeypatch, s
     monkeypatch.setenv("WANDB_BASE_URL", server.url)
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     monkeypatch.setattr(deadlines, "TRACKER", 60)  # a busy machine
-    real = Session._close_sinks
+    real = Session.close_sinks
 
     def close(session):
         ending.append(time.monotonic())
@@ -601,7 +600,7 @@ def test_the_real_wandb_whose_server_goes_loses_nothing(tmp_path, monkeypatch, s
             ending.append(0.0)
             server.close()
 
-    monkeypatch.setattr(Session, "_close_sinks", close)
+    monkeypatch.setattr(Session, "close_sinks", close)
     config = compose(words(tmp_path, "logger=wandb", "logger.mode=online", "budget.env_steps=640"))
     with pytest.warns(PqlWarning, match="wandb's server is unreachable"):
         summary = Session(config, quiet=True, callbacks=[watch]).train()
@@ -710,7 +709,7 @@ def test_means_of_windows_without_episodes_are_left_out(tmp_path):
     seen = []
     session.callbacks.append(lambda session, row: seen.append(row))
     for episodes in (0.0, 2.0):
-        session._write(
+        session.write(
             {"steps/env": 1, "train/episodes": episodes, "train/return_mean": 0.0, "episode/x": 0.0, "loss/v": 1}
         )
     session.closing.close()

@@ -26,7 +26,8 @@ from pql.envs.classic import Pendulum
 from pql.envs.draw import Drawn
 from pql.errors import ConfigError, PqlWarning
 from pql.run import play
-from pql.run.evaluation import EvaluationPlan, evaluate_saved, run_episodes
+from pql.run.episodes import run_episodes
+from pql.run.evaluation import EvaluationPlan, evaluate_saved
 from pql.run.play import cadence, filmed_env, record_video
 from pql.run.policy import Stored, fresh_policy
 from pql.run.session import Session

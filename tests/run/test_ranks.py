@@ -145,16 +145,16 @@ def ended(session: Session, summary) -> dict:
     parts = session.parts
     weights = {
         f"{n}/{k}": v
-        for n, one in parts.first.learners.items()
+        for n, one in parts.learners.items()
         for k, v in checkpoint.flatten(one.state.state_dict()).items()
     }
-    norm = parts.first.collector.normalizer.state_dict()
+    norm = parts.collector.normalizer.state_dict()
     return {
         "summary": summary,
         "weights": {k: v.clone() for k, v in weights.items()},
         "norm": norm,
-        "obs": parts.first.collector.obs["policy"].clone(),
-        "num_envs": parts.first.env.spec.num_envs,
+        "obs": parts.collector.obs["policy"].clone(),
+        "num_envs": parts.env.spec.num_envs,
     }
 
 
@@ -324,7 +324,7 @@ def test_a_target_return_ends_all(both: Pair, tmp_path):
 def drifting(run_dir: str) -> str:
     session = Session(compose(settings(Path(run_dir), "pql")), quiet=True)
     if world().rank == 1:
-        session.parts.first.learners["v"].state.critic.data.data[3] += 1e-6
+        session.parts.learners["v"].state.critic.data.data[3] += 1e-6
     session.train()
 
 

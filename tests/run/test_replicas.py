@@ -72,7 +72,7 @@ def serial_reference(change, count, rounds, make_optimizer):
     """One loop without threads, locks or chunks: all read, all collect, then one update of each after the other."""
     share = {"num_envs": 12 // count}
     runs = [start(config_of(change, share, {"seed": own_seed(3, i)})) for i in range(count)]
-    learners = [one.first.learners["learner"] for one in runs]
+    learners = [one.learners["learner"] for one in runs]
     shared = torch.nn.Parameter(learners[0].state.optimizer.flat.data.detach().clone())
     optimizer = make_optimizer(shared)
     for learner in learners:

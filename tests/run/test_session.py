@@ -25,7 +25,8 @@ from pql.engine.interrupt import Interrupt
 from pql.envs.classic import Pendulum
 from pql.envs.toy import Counter
 from pql.errors import ConfigError, PqlWarning, RunError
-from pql.run.evaluation import Evaluation, EvaluationReport
+from pql.run.episodes import Evaluation
+from pql.run.evaluator import EvaluationReport
 from pql.run.policy import load_policy
 from pql.run.resume import resume_config
 from pql.run.session import Session
@@ -110,7 +111,7 @@ def test_the_average_of_the_policy_is_the_policy_that_is_saved(tmp_path, algo):
             assert not torch.equal(saved, tensors[f"learners/p/state/policy/{name}"])
     for source, equal in ((tmp_path / "run", False), (tmp_path / "run" / "checkpoints" / "last", True)):
         again = Session(compose(words(tmp_path / f"again{equal}", *setting, f"init_from={source}")), quiet=True)
-        state = again.parts.first.learners["p"].state
+        state = again.parts.learners["p"].state
         for name, average in state.average.state_dict().items():
             assert torch.equal(average, tensors[f"learners/p/state/average/{name}"])
         assert torch.equal(state.average.data, state.policy.data) is equal
@@ -612,12 +613,12 @@ def test_interrupting_a_final_evaluation_before_its_first_row_is_no_error(tmp_pa
     assert not any("eval/return_mean" in row for row in rows(tmp_path))
 
 
-@pytest.mark.parametrize("at", ["session", "evaluation"])
+@pytest.mark.parametrize("at", ["given", "built"])
 def test_a_final_evaluation_without_an_episode_is_reported(tmp_path, monkeypatch, at):
     """All remote actors were lost in it: the policy is kept, and the error says what is missing."""
-    monkeypatch.setattr(f"pql.run.{at}.run_episodes", lambda *_, **__: Evaluation([], []))
+    monkeypatch.setattr("pql.run.evaluator.run_episodes", lambda *_, **__: Evaluation([], []))
     config = compose(words(tmp_path, "eval.final=true"))
-    env = Counter(16, "cpu") if at == "session" else None  # given: evaluated on the training environments
+    env = Counter(16, "cpu") if at == "given" else None  # given: evaluated on the training environments
     lost = r"the final evaluation \(none of its episodes ended; pql eval repeats it\)"
     with pytest.warns(PqlWarning, match="an evaluation has no result"), pytest.raises(RunError, match=lost):
         Session(config, env=env, quiet=True).train()
@@ -663,7 +664,7 @@ def test_best_is_the_policy_of_the_best_evaluation(tmp_path):
     session = opened(*words(tmp_path))
     state = {v: {"policy": {"w": torch.full((2,), v)}} for v in (1.0, 2.0, 3.0)}
     for value, result in ((1.0, -5.0), (2.0, 7.0), (3.0, 6.0)):
-        session._record(
+        session.evaluations.record(
             EvaluationReport({"time/seconds": value, "steps/env": 1.0}, state[value], Evaluation([result], [1.0]))
         )
     session.closing.close()
@@ -694,13 +695,11 @@ def test_init_from_a_run_starts_with_its_policy(tmp_path, algo):
     session = opened(*words(tmp_path / "new", f"algo={algo}", "seed=5", f"init_from={tmp_path / 'old'}"))
     session.closing.close()
     old = state_of(tmp_path / "old" / "checkpoints" / "last", "policy/")
-    assert differences(old, dict(session.parts.first.policy.state_dict())) == []
+    assert differences(old, dict(session.parts.policy.state_dict())) == []
     fresh = opened(*words(tmp_path / "fresh", f"algo={algo}", "seed=5"))
     fresh.closing.close()
-    assert differences(old, dict(fresh.parts.first.policy.state_dict())) != []
-    assert (
-        session.parts.first.collector.normalizer.moments["policy"].count == 16 * (1 + 20) + 16 * 8
-    )  # continues the count
+    assert differences(old, dict(fresh.parts.policy.state_dict())) != []
+    assert session.parts.collector.normalizer.moments["policy"].count == 16 * (1 + 20) + 16 * 8  # continues the count
 
 
 def test_init_from_a_run_takes_its_critics_along(tmp_path):
@@ -708,7 +707,7 @@ def test_init_from_a_run_takes_its_critics_along(tmp_path):
     session = opened(*words(tmp_path / "new", "seed=5", f"init_from={tmp_path / 'old'}"))
     session.closing.close()
     old = state_of(points(tmp_path / "old")[-1], "learners/v/state/critic/")
-    assert differences(old, dict(session.parts.first.learners["v"].state.critic.state_dict())) == []
+    assert differences(old, dict(session.parts.learners["v"].state.critic.state_dict())) == []
 
 
 def test_a_run_on_a_live_object_goes_on_with_that_object_only(tmp_path):
@@ -728,18 +727,18 @@ def test_init_from_a_resume_point_starts_with_its_critics_too(tmp_path, algo):
     session = opened(*words(tmp_path / "new", f"algo={algo}", "algo.critic.lr=0.02", f"init_from={source}"))
     session.closing.close()
     for worker in ("v", "p"):
-        new = checkpoint.flatten(session.parts.first.learners[worker].state.state_dict())
+        new = checkpoint.flatten(session.parts.learners[worker].state.state_dict())
         old = state_of(source, f"learners/{worker}/state/")
         changed = {k.split("/")[0] for k in differences(old, new)}
         assert all("optimizer" in name or name == "clock" for name in changed), changed  # a new run's own counts
-    assert session.parts.first.learners["v"].state.optimizer.lr.item() == pytest.approx(0.02)  # this run's own
+    assert session.parts.learners["v"].state.optimizer.lr.item() == pytest.approx(0.02)  # this run's own
 
 
 def test_init_from_a_run_without_a_target_policy_starts_one_from_the_policy(tmp_path):
     run(*words(tmp_path / "old", "algo=pql"))
     session = opened(*words(tmp_path / "new", "algo=td3", f"init_from={points(tmp_path / 'old')[-1]}"))
     session.closing.close()
-    state = session.parts.first.learners["p"].state.state_dict()
+    state = session.parts.learners["p"].state.state_dict()
     assert differences(dict(state["target"]), dict(state["policy"])) == []
 
 
@@ -747,7 +746,7 @@ def test_init_from_keeps_the_runs_own_reward_scale(tmp_path):
     run(*words(tmp_path / "old", "task.reward_scale=0.5"))
     session = opened(*words(tmp_path / "new", "task.reward_scale=0.25", f"init_from={tmp_path / 'old'}"))
     session.closing.close()
-    assert session.parts.first.collector.normalizer.reward_scale.item() == 0.25
+    assert session.parts.collector.normalizer.reward_scale.item() == 0.25
 
 
 @pytest.mark.parametrize(
@@ -853,7 +852,7 @@ def test_memory_that_runs_out_in_a_run_is_named_with_its_sizes_and_the_checkpoin
     point = points(tmp_path)[-1]
     before = manifest(point)["sha256"]
     session = Session(resume_config(tmp_path, ["budget.env_steps=100000"]), resume=True, quiet=True)
-    worker = session.parts.first.workers[("collector", "v", "p")[trial // 3 % 3]]
+    worker = session.parts.workers[("collector", "v", "p")[trial // 3 % 3]]
     real, calls = worker.job, []
 
     def job(count):

@@ -15,7 +15,7 @@ from queue import SimpleQueue
 
 import grpc
 
-from pql.remote import protocol as wire
+from pql.remote import protocol
 
 KINDS = ("noise", "zeros", "brackets")
 
@@ -24,16 +24,18 @@ def garbage(kind: str, run_id: int, seq: int, size: int) -> bytes:
     """Return a message of ``size`` bytes: noise; else zeros or brackets behind a correct header."""
     if kind == "noise":
         return (os.urandom(1 << 16) * (1 + (size >> 16)))[:size]
-    return wire.pack(wire.OBS, run_id, seq, (b"[" if kind == "brackets" else b"\0") * (size - wire.HEADER.size))
+    return protocol.pack(
+        protocol.OBS, run_id, seq, (b"[" if kind == "brackets" else b"\0") * (size - protocol.HEADER.size)
+    )
 
 
 def join(address: str, number: int, spec: dict) -> tuple[SimpleQueue, grpc.Call, int]:
     outbox: SimpleQueue = SimpleQueue()
     channel = grpc.insecure_channel(address, options=[("grpc.max_send_message_length", -1)])
-    stream = channel.stream_stream(f"/{wire.SERVICE}/{wire.METHOD}")(iter(outbox.get, None))
-    outbox.put(wire.pack_json(wire.HELLO, number, 0, {"spec": spec, "role": "train"}))
-    assert wire.unpack(next(stream)).kind == wire.WELCOME
-    return outbox, stream, wire.unpack(next(stream)).seq
+    stream = channel.stream_stream(f"/{protocol.SERVICE}/{protocol.METHOD}")(iter(outbox.get, None))
+    outbox.put(protocol.pack_json(protocol.HELLO, number, 0, {"spec": spec, "role": "train"}))
+    assert protocol.unpack(next(stream)).kind == protocol.WELCOME
+    return outbox, stream, protocol.unpack(next(stream)).seq
 
 
 def attack(peer: tuple[SimpleQueue, grpc.Call, int], number: int, kind: str, size: int) -> None:

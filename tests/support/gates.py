@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable
 
 from pql.run.components import Parts
-from pql.run.evaluation import run_episodes
+from pql.run.episodes import run_episodes
 from pql.run.policy import fresh_policy, snapshot
 
 SEED = "PQL_LEARNING_SEED"  # the only seed to train with; tools/pass_rates.py sets it
@@ -44,7 +44,7 @@ class LearningGate:
 
 def score(parts: Parts, episodes: int = 32) -> float:
     """Return the mean return of the learned policy, on separate environments."""
-    env = type(parts.first.env)(episodes, "cpu")
+    env = type(parts.env)(episodes, "cpu")
     policy = fresh_policy(parts.config, env.spec, env.spec.device)
     policy.load_state_dict(snapshot(parts))
     return run_episodes(env, policy, seed=7).mean

@@ -60,11 +60,11 @@ config_of = partial(configured, BASE)
 def learned_with(config: Config, steps: int, **junk: float) -> Parts:
     """Run ``steps``: collect and learn, with ``junk`` in the named columns of every masked row."""
     parts = start(config, Inline())
-    parts.first.workers["collector"].run(steps)
-    rollout = parts.first.collector.stores[0]
+    parts.workers["collector"].run(steps)
+    rollout = parts.collector.stores[0]
     masked = rollout.segment().mask == 0
     assert steps // 2 < masked.sum() < 40
     for name, value in junk.items():
         getattr(rollout, name)[masked] = value
-    parts.first.workers["learner"].run(1)
+    parts.workers["learner"].run(1)
     return parts

@@ -39,7 +39,7 @@ DISTINCT = [{read._schema.name, write._schema.name} for read in READS for write 
 def ring_tensors(parts: Parts) -> dict[str, Tensor]:
     """Return the tensors of a run's replay rings by name."""
     found = {}
-    for number, ring in enumerate(store for store in parts.first.collector.stores if isinstance(store, Replay)):
+    for number, ring in enumerate(store for store in parts.collector.stores if isinstance(store, Replay)):
         named = {**ring._by_row(), **{f"obs.{k}": v for k, v in ring.obs.items()}}
         found |= {f"ring {number} {name}": tensor for name, tensor in named.items()}
     return found

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import grpc
 import numpy as np
 
-from pql.remote import protocol as wire
+from pql.remote import protocol
 from pql.remote.actor.client import ActorClient
 from pql.remote.env import Remote
 from pql.remote.process.far_build import describe_simulator
@@ -87,17 +87,21 @@ class Raw:
 
         self.outbox = SimpleQueue()
         self.channel = grpc.insecure_channel(address)
-        call = self.channel.stream_stream(f"/{wire.SERVICE}/{wire.METHOD}")
+        call = self.channel.stream_stream(f"/{protocol.SERVICE}/{protocol.METHOD}")
         self.stream = call(iter(self.outbox.get, None))
 
     def say(self, message):
         self.outbox.put(message)
 
     def hear(self):
-        return wire.unpack(next(self.stream))
+        return protocol.unpack(next(self.stream))
 
     def hello(self, sim, run_id=1, **more):
-        self.say(wire.pack_json(wire.HELLO, run_id, 0, {"spec": describe_simulator(sim.spec), "role": "train"} | more))
+        self.say(
+            protocol.pack_json(
+                protocol.HELLO, run_id, 0, {"spec": describe_simulator(sim.spec), "role": "train"} | more
+            )
+        )
 
     def refusal(self):
         """Return the (status, reason) with which the stream ends."""

@@ -10,7 +10,7 @@ from gymnasium import spaces
 import pql
 from pql.contract.env import Discrete
 from pql.envs.toy import Counter
-from pql.run.evaluation import run_episodes
+from pql.run.episodes import run_episodes
 
 N = 5
 

@@ -112,7 +112,6 @@ class StochasticConfig(RolloutAlgoConfig):
         "Optimiser; rmsprop_tf adds eps under the root, as TensorFlow does.",
         choices=("adam", "rmsprop", "rmsprop_tf"),
     )
-    policy_lag: int = setting(0, "Additional age of the acting policy in ticks, for experiments.", low=0, high=1000)
     policy: RolloutPolicyConfig = group(RolloutPolicyConfig, "Policy, and the settings of the shared optimiser.")
     critic: StateNetConfig = group(StateNetConfig, "Value network.")
 
@@ -192,8 +191,6 @@ class PpoConfig(StochasticConfig):
     def check(self, config: "Config") -> None:
         super().check(config)
         check_cutoffs(self.vtrace)
-        if self.policy_lag and self.schedule == "replicas":
-            raise ConfigError("algo.policy_lag", self.policy_lag, "0 with algo.schedule=replicas")
         if self.lstm is not None and (self.policy.net or self.critic.net):
             raise ConfigError("algo.lstm", self.lstm, "null: networks from elsewhere (algo.*.net) have no memory here")
         if self.lr_schedule == "linear" and self.anneal_steps is None:

@@ -5,7 +5,7 @@ Runs on the host: every step waits for the actions, steps the environments and c
 modes.
 """
 
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -14,21 +14,16 @@ from torch import Tensor
 
 from pql.contract.env import EnvSpec, ObsSpec
 from pql.contract.registry import takes
-from pql.envs.adapters.gymnasium_check import CheckFirst, FirstAnswers
+from pql.envs.adapters.gymnasium_copies import Copies, spec_fields
 from pql.envs.adapters.gymnasium_host import (
     OWN,
     Facts,
     GymnasiumSettings,
-    action_spec,
     check_settings,
     facts_of_copies,
     facts_of_vector,
-    final_groups,
-    groups_of,
-    make_vector,
     obs_parts,
     resets_copies,
-    simulator_action,
 )
 from pql.envs.stage import Stage
 from pql.errors import ConfigError
@@ -53,17 +48,10 @@ class GymnasiumVec:
 
     @takes(GymnasiumSettings)
     def __init__(self, num_envs: int = 64, device: str | torch.device = "cpu", **keywords: Any):
-        settings, device = GymnasiumSettings(**keywords), torch.device(device)
-        check_settings(num_envs, settings)
-        if settings.vectorization == OWN:
-            envs = make_vector(settings, num_envs, "")
-            facts = facts_of_vector(envs, "vectorization", settings.id, settings.autoreset, settings.deterministic)
-        else:
-            facts = facts_of_copies(settings, "next_step")
-            spec_of(facts, num_envs, device)  # refuses a space before there are processes
-            # A forked child would inherit a CUDA context that it cannot use.
-            envs = make_vector(settings, num_envs, facts.autoreset, [CheckFirst], spawn=device.type == "cuda")
-        self._hold(envs, facts, device)
+        device = torch.device(device)
+        # A forked child would inherit a CUDA context that it cannot use.
+        spawn = device.type == "cuda"
+        self._hold(Copies.make(GymnasiumSettings(**keywords), num_envs, "next_step", spawn), device)
 
     @classmethod
     def of(cls, envs: VectorEnv, device: str | torch.device = "cpu") -> "GymnasiumVec":
@@ -73,17 +61,16 @@ class GymnasiumVec:
             ConfigError: an unsupported space or autoreset mode.
         """
         self = cls.__new__(cls)
-        self._hold(envs, facts_of_vector(envs, "env", type(envs.unwrapped).__name__), torch.device(device))
+        facts = facts_of_vector(envs, "env", type(envs.unwrapped).__name__)
+        self._hold(Copies(envs, facts), torch.device(device))
         return self
 
-    def _hold(self, envs: VectorEnv, facts: Facts, device: torch.device) -> None:
-        self._envs, self.spec = envs, spec_of(facts, envs.num_envs, device)
-        self._answers = FirstAnswers(envs, facts.name, obs_parts(facts.obs))
-        self._next, self._space = facts.autoreset == "next_step", facts.action
+    def _hold(self, copies: Copies, device: torch.device) -> None:
+        self._copies, envs = copies, copies.envs
+        self.spec = spec_of(copies.facts, envs.num_envs, device)
         self._obs, self._final = ({k: self._stage(v.shape, v.dtype) for k, v in self.spec.obs.items()} for _ in "of")
         self._reward = self._stage((), torch.float32)
         self._flags = Stage((5, envs.num_envs), torch.bool, device)
-        self._ended = np.zeros(envs.num_envs, dtype=bool)
         self._sent = torch.cuda.Event() if device.type == "cuda" else None
         if resets_copies(envs):
             self.reset_where = self._reset_where
@@ -105,48 +92,32 @@ class GymnasiumVec:
 
     def reset(self, seed: int | None = None) -> Obs:
         self._wait()
-        obs = self._answers.reset(seed)
-        self._ended[:] = False
-        return self._send(self._fill(self._obs, obs))
+        return self._send(self._fill(self._obs, self._copies.reset(seed)))
 
     def _reset_where(self, mask: Tensor) -> Obs:
         """Restart the environments of ``mask`` ([N] bool) and return all current observations."""
         rows = mask.cpu().numpy()
         self._wait()
         if rows.any():  # gymnasium refuses an empty mask; the buffers already hold the current observations
-            obs, _ = self._envs.reset(options={"reset_mask": rows})
-            self._ended &= ~rows
-            self._fill(self._obs, obs)
+            self._fill(self._obs, self._copies.reset_where(rows))
         return self._send(self._obs)
 
     def step(self, action: Tensor) -> Step:
-        given = simulator_action(self._space, action.detach().cpu().numpy())
-        obs, reward, terminated, truncated, info = self._answers.step(given)
+        one = self._copies.step(action.detach().cpu().numpy())
         self._wait()
-        terminated, truncated = np.asarray(terminated, bool), np.asarray(truncated, bool)
-        raw = terminated | truncated
-        filler = self._ended if self._next else np.zeros_like(raw)
-        self._flags.array[:4] = (
-            terminated & ~filler,
-            truncated & ~terminated & ~filler,
-            filler if self._next else raw,
-            ~filler,
-        )
+        self._flags.array[:4] = one.terminated, one.truncated, one.first, one.valid
         self._flags.array[4] = True
-        self._reward.array[:] = reward
-        stages = self._fill(self._obs, obs)
-        ends = np.flatnonzero(raw) if not self._next else ()
-        if len(ends):  # otherwise the final observation is the observation itself
-            self._fill(self._final, obs)
-            for i in ends:
-                final_row = final_groups(info, int(i))
-                self._flags.array[4, i] = final_row is not None
-                for name, row in (final_row or {}).items():
-                    self._final[name].array[i] = row
-        self._ended = raw
+        self._reward.array[:] = one.reward
+        stages = self._fill(self._obs, one.obs)
+        if one.final:  # otherwise the final observation is the observation itself
+            self._fill(self._final, one.obs)
+            for i, row in one.final.items():
+                self._flags.array[4, i] = row is not None
+                for name, value in (row or {}).items():
+                    self._final[name].array[i] = value
         flags = self._flags.send().unbind(0)
         reward_sent = self._reward.send()
-        final = {name: stage.send() for name, stage in self._final.items()} if len(ends) else None
+        final = {name: stage.send() for name, stage in self._final.items()} if one.final else None
         sent = self._send(stages)
         return Step(sent, reward_sent, flags[0], flags[1], flags[2], final or dict(sent), flags[4], flags[3], {})
 
@@ -159,15 +130,17 @@ class GymnasiumVec:
         for setting, value in (("width", width), ("height", height)):
             if value is not None:
                 raise ConfigError(setting, value, f"none: {self.spec.name} renders at a fixed size")
-        if self._envs.render_mode != "rgb_array":
-            raise ConfigError("render_mode", self._envs.render_mode, "rgb_array, given when the environment is made")
-        return np.asarray(cast(Any, self._envs.render())[index], np.uint8)
+        if self._copies.envs.render_mode != "rgb_array":
+            raise ConfigError(
+                "render_mode", self._copies.envs.render_mode, "rgb_array, given when the environment is made"
+            )
+        return np.asarray(cast(Any, self._copies.envs.render())[index], np.uint8)
 
     def close(self) -> None:
-        self._envs.close()
+        self._copies.envs.close()
 
-    def _fill(self, stages: dict[str, Stage], obs: Any) -> dict[str, Stage]:
-        for name, values in groups_of(obs).items():
+    def _fill(self, stages: dict[str, Stage], obs: dict[str, Any]) -> dict[str, Stage]:
+        for name, values in obs.items():
             np.copyto(stages[name].array, values, casting="same_kind")
         return stages
 
@@ -184,15 +157,5 @@ class GymnasiumVec:
 
 def spec_of(facts: Facts, num_envs: int, device: torch.device) -> EnvSpec:
     """Return the specification of ``num_envs`` copies. Raises ``ConfigError`` for an unsupported space."""
-    return EnvSpec(
-        name=facts.name,
-        num_envs=num_envs,
-        obs={k: ObsSpec(shape, getattr(torch, dtype)) for k, (shape, dtype) in obs_parts(facts.obs).items()},
-        action=action_spec(facts.action),
-        device=device,
-        max_episode_steps=facts.max_episode_steps,
-        autoreset=cast(Literal["same_step", "next_step"], facts.autoreset),
-        final_obs="always",
-        info=facts.info,
-        deterministic=facts.deterministic,
-    )
+    obs = {k: ObsSpec(shape, getattr(torch, dtype)) for k, (shape, dtype) in obs_parts(facts.obs).items()}
+    return EnvSpec(num_envs=num_envs, obs=obs, device=device, **spec_fields(facts))

@@ -12,7 +12,7 @@ import gymnasium
 import numpy as np
 from gymnasium.vector import VectorEnv
 
-from pql.contract.shapes import groups_fault
+from pql.contract.shapes import array_fault, groups_fault
 from pql.envs.adapters.gymnasium_host import groups_of, obs_parts, reset_copies
 from pql.errors import ConfigError, first_line
 
@@ -105,11 +105,8 @@ def answer_fault(method: str, answer: Any, parts: Parts, rows: tuple[int, ...]) 
 
     def of(name: str, value: Any, shape: tuple[int, ...], dtype: str | None) -> str:
         array, shape = value if hasattr(value, "shape") else np.asarray(value), (*rows, *shape[1:])
-        if tuple(array.shape) != shape:
-            return f"{name} has shape {list(array.shape)}, expected {list(shape)}"
-        if dtype and isinstance(array, np.ndarray) and not np.can_cast(array.dtype, dtype, "same_kind"):
-            return f"{name} is {array.dtype}, expected {dtype}"
-        return ""
+        castable = not dtype or not isinstance(array, np.ndarray) or np.can_cast(array.dtype, dtype, "same_kind")
+        return array_fault(name, array, shape, castable, (getattr(array, "dtype", None), dtype))
 
     count = FIELDS[method].count(",") + 1
     if not isinstance(answer, tuple) or len(answer) != count:

@@ -22,9 +22,9 @@ from pql.engine import deadlines
 from pql.engine.deadlines import Limit
 from pql.engine.watchdog import watching
 from pql.errors import ConfigError, RunError, printable
-from pql.remote import protocol as wire
+from pql.remote import protocol
 from pql.remote.process.far_build import answer_fault, describe_simulator
-from pql.remote.protocol import ACT, BYE, LOOPBACK, RESET, WELCOME, Frame, WireError, newest_frames, read_json_frame
+from pql.remote.protocol import ACT, BYE, LOOPBACK, RESET, WELCOME, Frame, ProtocolError, newest_frames, read_json_frame
 
 OPTIONS = (
     ("grpc.keepalive_time_ms", 10_000),
@@ -32,8 +32,8 @@ OPTIONS = (
     ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.max_receive_message_length", wire.LARGEST),
-    ("grpc.max_send_message_length", wire.LARGEST),
+    ("grpc.max_receive_message_length", protocol.LARGEST),
+    ("grpc.max_send_message_length", protocol.LARGEST),
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
@@ -134,7 +134,7 @@ class ActorClient:
         self.facts = describe_simulator(sim.spec)
         for group in self.facts["obs"].values():
             group[1] = "float32" if group[1].startswith("float") else group[1]  # the library uses float32 throughout
-        self.layout = wire.Layout(self.facts)
+        self.layout = protocol.Layout(self.facts)
         self.stacks = {k: s.stack for k, s in sim.spec.obs.items()}
         self.credentials = None if ca is None else grpc.ssl_channel_credentials(ca)
         if token is not None and ca is None and not address.startswith(LOOPBACK):
@@ -161,7 +161,7 @@ class ActorClient:
                 return why
             except EndedError as error:
                 reason = str(error)
-            except WireError as error:
+            except ProtocolError as error:
                 raise RunError(f"an invalid message from the learner at {self.address}: {error}") from error
             now = time.monotonic()
             if self.steps > before:
@@ -182,7 +182,9 @@ class ActorClient:
         outbox: SimpleQueue[bytes | None] = SimpleQueue()
         with self._channel() as channel:
             show = () if self.token is None else (("authorization", f"Bearer {self.token}"),)
-            stream = channel.stream_stream(f"/{wire.SERVICE}/{wire.METHOD}")(iter(outbox.get, None), metadata=show)
+            stream = channel.stream_stream(f"/{protocol.SERVICE}/{protocol.METHOD}")(
+                iter(outbox.get, None), metadata=show
+            )
             try:
                 with Alarm(stream.cancel) as alarm:
                     return self._serve(stream, outbox, alarm)
@@ -203,11 +205,11 @@ class ActorClient:
     def _serve(self, stream: Any, outbox: "SimpleQueue[bytes | None]", alarm: Alarm) -> str | None:
         """Answer the learner's requests."""
         run_id = int.from_bytes(os.urandom(8), "little")  # new for each connection, so that old frames are rejected
-        outbox.put(wire.pack_json(wire.HELLO, run_id, 0, {"spec": self.facts, "role": self.role}))
+        outbox.put(protocol.pack_json(protocol.HELLO, run_id, 0, {"spec": self.facts, "role": self.role}))
         while (message := alarm.within(self._wait(), lambda: next(stream, None))) is not None:
-            frame = wire.unpack(message)
+            frame = protocol.unpack(message)
             if frame.run_id != run_id:
-                raise WireError("an answer to another actor")
+                raise ProtocolError("an answer to another actor")
             if frame.kind == BYE:
                 return str(read_json_frame(frame.body).get("reason"))
             if frame.kind == WELCOME:
@@ -247,11 +249,11 @@ class ActorClient:
     def _obey(self, frame: Frame) -> bytes:
         if frame.kind == RESET:
             with self._watching("start_seconds"):
-                obs = self.sim.reset(wire.read_seed(frame.body))
+                obs = self.sim.reset(protocol.read_seed(frame.body))
             self._check("reset", obs)
             return self.layout.pack_obs(frame.run_id, frame.seq, newest_frames(obs, self.stacks))
         if frame.kind != ACT:
-            raise WireError(f"an unexpected request of kind {frame.kind}")
+            raise ProtocolError(f"an unexpected request of kind {frame.kind}")
         with self._watching("step_seconds" if self.stepped else "start_seconds"):
             step = self.sim.step(self.layout.read_action(frame.body))
         if not self.stepped:

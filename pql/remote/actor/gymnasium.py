@@ -1,8 +1,4 @@
-"""Gymnasium environments for actors: Gymnasium's vector environments, with NumPy arrays.
-
-Settings, spaces, action rescaling, seeds and episode ends equal those of ``task=gymnasium``
-(``pql/envs/adapters/gymnasium.py``).
-"""
+"""Gymnasium environments for actors: the copies of ``task=gymnasium``, with NumPy arrays."""
 
 from typing import Any
 
@@ -10,20 +6,8 @@ import numpy as np
 
 from pql.contract.plain import EnvSpec, ObsSpec, Step
 from pql.contract.registry import takes
-from pql.envs.adapters.gymnasium_check import CheckFirst, FirstAnswers
-from pql.envs.adapters.gymnasium_host import (
-    OWN,
-    GymnasiumSettings,
-    action_spec,
-    check_settings,
-    facts_of_copies,
-    facts_of_vector,
-    final_groups,
-    groups_of,
-    make_vector,
-    obs_parts,
-    simulator_action,
-)
+from pql.envs.adapters.gymnasium_copies import Copies, spec_fields
+from pql.envs.adapters.gymnasium_host import GymnasiumSettings, obs_parts
 
 
 class GymnasiumSim:
@@ -38,61 +22,24 @@ class GymnasiumSim:
 
     @takes(GymnasiumSettings)
     def __init__(self, num_envs: int, device: Any = "cpu", **keywords: Any):
-        settings = GymnasiumSettings(**keywords)
-        check_settings(num_envs, settings)
-        if settings.vectorization == OWN:
-            self.envs = make_vector(settings, num_envs, "")
-            facts = facts_of_vector(self.envs, "vectorization", settings.id, settings.autoreset, settings.deterministic)
-        else:
-            facts = facts_of_copies(settings, "same_step")
-            self.envs = make_vector(settings, num_envs, facts.autoreset, [CheckFirst])
-        self.space = facts.action
-        self.spec = EnvSpec(
-            name=facts.name,
-            num_envs=num_envs,
-            obs={k: ObsSpec(*part) for k, part in obs_parts(facts.obs).items()},
-            action=action_spec(facts.action),
-            device="cpu",
-            max_episode_steps=facts.max_episode_steps,
-            autoreset=facts.autoreset,
-            final_obs="always",
-            info=facts.info,
-            deterministic=facts.deterministic,
-        )
-        self.answers = FirstAnswers(self.envs, facts.name, obs_parts(facts.obs))
-        self.next = facts.autoreset == "next_step"
-        self.ended = np.zeros(num_envs, dtype=bool)
+        self.copies = Copies.make(GymnasiumSettings(**keywords), num_envs, "same_step")
+        facts = self.copies.facts
+        obs = {k: ObsSpec(*part) for k, part in obs_parts(facts.obs).items()}
+        self.spec = EnvSpec(num_envs=num_envs, obs=obs, device="cpu", **spec_fields(facts))
 
     def reset(self, seed: int | None = None) -> dict[str, np.ndarray]:
-        self.ended[:] = False
-        return groups_of(self.answers.reset(seed))
+        return self.copies.reset(seed)
 
     def step(self, action: np.ndarray) -> Step:
-        obs, reward, terminated, truncated, info = self.answers.step(simulator_action(self.space, action))
-        terminated, truncated = np.asarray(terminated, bool), np.asarray(truncated, bool)
-        over = terminated | truncated
-        filler = self.ended if self.next else np.zeros_like(over)
-        self.ended = over
-        seen = groups_of(obs)
-        final, final_ok = seen, np.ones_like(over)
-        if not self.next and over.any():
-            final = {k: v.copy() for k, v in seen.items()}
-            for i in np.flatnonzero(over):
-                final_row = final_groups(info, int(i))
-                final_ok[i] = final_row is not None
-                for k, row in (final_row or {}).items():
-                    final[k][i] = row
-        return Step(
-            obs=seen,
-            reward=reward,
-            terminated=terminated & ~filler,
-            truncated=truncated & ~terminated & ~filler,
-            first=filler if self.next else over,
-            final_obs=final,
-            final_ok=final_ok,
-            valid=~filler,
-            log={},
-        )
+        obs, reward, terminated, truncated, first, valid, ends = self.copies.step(action)
+        final, final_ok = obs, np.ones_like(first)
+        if ends:
+            final = {k: v.copy() for k, v in obs.items()}
+            for i, row in ends.items():
+                final_ok[i] = row is not None
+                for k, value in (row or {}).items():
+                    final[k][i] = value
+        return Step(obs, reward, terminated, truncated, first, final, final_ok, valid, {})
 
     def close(self) -> None:
-        self.envs.close()
+        self.copies.envs.close()

@@ -141,7 +141,7 @@ class Server:
         while count:
             part = os.read(self.requests, min(count, 1 << 20))
             if not part:
-                leave()
+                quit_process()
             parts.append(part)
             count -= len(part)
         return b"".join(parts)
@@ -151,7 +151,7 @@ class Server:
         while True:
             kind = os.read(self.requests, 1)
             if not kind:
-                leave()
+                quit_process()
             try:
                 if kind == STEP:
                     os.write(self.answers, self.step())
@@ -160,7 +160,7 @@ class Server:
                     facts, out = getattr(self, "do_" + request["do"])(request, blob)
                     write_all(self.answers, message(ANSWER, facts, out))
                     if request["do"] == "close":
-                        leave()
+                        quit_process()
             except BaseException as error:
                 self.fail(error)
 
@@ -321,7 +321,7 @@ class Server:
 # -- the process ------------------------------------------------------------------------------------------------------
 
 
-def leave() -> NoReturn:
+def quit_process() -> NoReturn:
     """Exit without the interpreter's shutdown, in which simulators may hang."""
     sys.stderr.flush()
     os._exit(0)
@@ -374,7 +374,7 @@ def main() -> NoReturn:
         server.sims = importlib.import_module("pql.remote.process.far_build")
     except BaseException as error:
         server.fail(error)
-        leave()
+        quit_process()
     server.run()
 
 

@@ -17,7 +17,7 @@ from typing import Any, Callable, Mapping
 
 import numpy as np
 
-from pql.contract.shapes import FLAGS, groups_fault, log_keys_fault, step_fault
+from pql.contract.shapes import FLAGS, array_fault, groups_fault, log_keys_fault, step_fault
 
 ORDINARY = (False, False, False, True, True)  # FLAGS of a row in which no episode ended or began
 flags_of = operator.attrgetter(*FLAGS)
@@ -164,10 +164,8 @@ def answer_fault(method: str, answer: Any, spec: Any, tensors: bool = False) -> 
     def of(name: str, value: Any, shape: tuple[int, ...], dtype: Any) -> str:
         if not hasattr(value, "detach" if tensors else "dtype"):
             return f"{name} is a {type(value).__name__}, not {'a tensor' if tensors else 'an array'}"
-        if tuple(value.shape) != shape:
-            return f"{name} has shape {list(value.shape)}, expected {list(shape)}"
         have, wanted = (dtype_name(d).replace("bfloat", "float") for d in (value.dtype, dtype or value.dtype))
-        return "" if np.can_cast(have, wanted, "same_kind") else f"{name} is {have}, expected {wanted}"
+        return array_fault(name, value, shape, np.can_cast(have, wanted, "same_kind"), (have, wanted))
 
     if method == "step" and not all(hasattr(answer, name) for name in ("obs", "reward", "final_obs", "log", *FLAGS)):
         said = f"it is a {type(answer).__name__}, not a pql.Step"

@@ -1,4 +1,4 @@
-"""Loader of exported policies; it executes nothing from the file.
+"""Loader of exported policies. Without trust it loads ``.onnx`` files only, and executes nothing from them.
 
 ``docs/export.md`` describes the files, ``docs/security.md`` how they are validated before use.
 """
@@ -20,12 +20,12 @@ from pql.config.files import parse_json, read_bytes, read_json
 from pql.contract.spec_json import spec_from_dict
 from pql.errors import ConfigError
 from pql.run.base_policy import BasePolicy
-from pql.run.export.files import LARGEST, check_onnx, check_shapes, read_pt2
-from pql.run.export.program import UnknownOperatorError
+from pql.run.export.onnx_check import check_onnx
 from pql.run.store.manifest import check_export
 from pql.types import Obs
 
 INSTALL = "pip install 'pql-rl[export]'"
+LARGEST = 2 << 30  # bytes of an export
 
 Function = Callable[[Sequence[Tensor]], list[Tensor]]
 """Inputs in the order of ``metadata["inputs"]`` -> outputs in the order of ``metadata["outputs"]``."""
@@ -50,14 +50,14 @@ class ExportedPolicy(BasePolicy):
     Args:
         path: ``policy.pt2`` or ``policy.onnx``.
         device: device of inputs and outputs. ONNX Runtime computes on the CPU.
-        trust: load the file with the loader of torch or ONNX Runtime, which may run code from the file.
+        trust: load a ``.pt2``, with torch's loader, which runs code from the file; load an ``.onnx`` unchecked.
 
     Attributes:
         metadata: content of ``policy.json``.
 
     Raises:
-        ConfigError: the file is missing, is not an export of pql or does not match the ``policy.json`` next to it, or
-            a package is missing.
+        ConfigError: the file is missing, is not an export of pql or does not match the ``policy.json`` next to it, a
+            package is missing, or a ``.pt2`` is not trusted.
     """
 
     def __init__(self, path: str | Path, device: str | torch.device = "cpu", trust: bool = False):
@@ -78,13 +78,15 @@ class ExportedPolicy(BasePolicy):
 
 
 def open_export(path: Path, device: torch.device, trust: bool) -> tuple[Function, dict[str, Any]]:
+    """Return the function and the metadata of an export. Raises like :class:`ExportedPolicy`."""
+    onnx = path.suffix == ".onnx"
+    if not (onnx or trust):
+        what = "--trust (trust=True) if the file is yours, since torch runs code from a .pt2; or an export as .onnx"
+        raise ConfigError("policy", path, what)
     try:
         data = read_bytes(path, LARGEST)
         _check_sidecar(path, data)
-        return (_open_onnx if path.suffix == ".onnx" else _open_pt2)(path, data, device, trust)
-    except UnknownOperatorError as error:
-        what = f"operators that pql knows, not {error}; --trust (trust=True) loads it with torch, without checks"
-        raise ConfigError("policy", path, what) from error
+        return _open_onnx(path, data, device, trust) if onnx else _open_pt2(data, device)
     except (OSError, ValueError) as error:
         raise ConfigError("policy", path, f"a {path.suffix} file that pql export wrote ({error})") from error
 
@@ -99,25 +101,7 @@ def _check_sidecar(path: Path, data: bytes) -> None:
             raise ValueError(f"its hash is not the one in {sidecar.name} next to it")
 
 
-def _open_pt2(path: Path, data: bytes, device: torch.device, trust: bool) -> tuple[Function, dict[str, Any]]:
-    if trust:
-        return _load_pt2(data, device)
-    program, metadata = read_pt2(data, device)
-    check_export(metadata)
-    check_shapes(program, metadata["inputs"], metadata["outputs"])
-
-    def function(inputs: Sequence[Tensor]) -> list[Tensor]:
-        rows = inputs[0].shape[0]
-        try:
-            check_shapes(program, metadata["inputs"], metadata["outputs"], rows)
-        except ValueError as error:
-            raise ConfigError("policy", path, f"a policy that acts for {rows:,} environments ({error})") from error
-        return program(*inputs)
-
-    return function, metadata
-
-
-def _load_pt2(data: bytes, device: torch.device) -> tuple[Function, dict[str, Any]]:
+def _open_pt2(data: bytes, device: torch.device) -> tuple[Function, dict[str, Any]]:
     """Load with torch's own loader, which unpickles and may run code from the file."""
     from torch.export.passes import move_to_device_pass
 

@@ -9,7 +9,6 @@ import copy
 import json
 import os
 import shutil
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -25,10 +24,9 @@ from pql.config.trust import check_links
 from pql.contract.env import Box, Discrete, MultiDiscrete
 from pql.contract.spec_json import spec_to_dict
 from pql.engine.watchdog import touch
-from pql.errors import ConfigError, PqlWarning, RunError, nearest
+from pql.errors import ConfigError, RunError, nearest, writing
 from pql.nets.cnn import fold
 from pql.run.export.policy import Function, need, open_export, quiet, unit_map
-from pql.run.export.program import UnknownOperatorError
 from pql.run.policy import POLICIES, Policy, policy_of
 from pql.run.store import checkpoint
 from pql.run.store.manifest import EXPORT_FORMAT
@@ -112,18 +110,13 @@ def write_export(policy: Policy, metadata: dict[str, Any], folder: Path, formats
     """Write, read back and compare; files appear in ``folder`` only if they are correct. See :func:`export_policy`."""
     model = Deployed(policy, metadata["action"]["scaled"]).eval().requires_grad_(False)
     temporary = folder / f".writing-{os.getpid()}"
-    try:
+    with writing("out", folder):
         temporary.mkdir(parents=True)
-    except OSError as error:
-        raise ConfigError("out", folder, f"a folder that can be written ({error})") from error
     try:
         with exact_products():
             _write(model, metadata, temporary, formats)
             touch("reading the files")
-            parity = {
-                f: max(difference(policy, model, metadata, read) for read in _readers(temporary / f"policy.{f}"))
-                for f in formats
-            }
+            parity = {f: difference(policy, model, metadata, _read(temporary / f"policy.{f}")) for f in formats}
         _check_parity(parity)
         metadata |= {
             "parity": {"rows": PARITY_ROWS, "tolerance": TOLERANCE, "largest_difference": parity},
@@ -300,6 +293,11 @@ def difference(policy: Policy, model: Deployed, metadata: Mapping[str, Any], fun
     return worst
 
 
+def _read(path: Path) -> Function:
+    """Open a file as whoever gets it: an ``.onnx`` without trust."""
+    return open_export(path, torch.device("cpu"), trust=path.suffix == ".pt2")[0]
+
+
 def _check_parity(parity: Mapping[str, float]) -> None:
     for name, worst in parity.items():
         if not worst <= TOLERANCE:
@@ -307,14 +305,3 @@ def _check_parity(parity: Mapping[str, float]) -> None:
                 f"the exported {name} differs from the live policy by {worst:.3g} on {PARITY_ROWS:,} random "
                 f"observations (at most {TOLERANCE:g} allowed): nothing was written"
             )
-
-
-def _readers(path: Path) -> Iterator[Function]:
-    """Open a file with the loader of torch or ONNX Runtime, and with the one of :class:`ExportedPolicy`."""
-    yield open_export(path, torch.device("cpu"), trust=True)[0]
-    try:
-        yield open_export(path, torch.device("cpu"), trust=False)[0]
-    except ConfigError as error:
-        if not isinstance(error.__cause__, UnknownOperatorError):
-            raise
-        warnings.warn(f"{path.name}: pql loads it only with --trust: {error.__cause__}", PqlWarning, stacklevel=2)

@@ -14,7 +14,7 @@ from pql.config import from_dict
 from pql.config.files import JSON_BYTES, expanded
 from pql.config.trust import names_foreign_code
 from pql.engine import deadlines
-from pql.errors import ConfigError, first_line
+from pql.errors import ConfigError, first_line, writing
 from pql.run.hub.card import CARD_BYTES, card
 from pql.run.policy import check_finite
 from pql.run.store import checkpoint
@@ -50,7 +50,7 @@ def pull(repo: str, out: str | Path | None = None, revision: str | None = None) 
         ConfigError: no such repository or revision, one with other files than a policy's, too large a file, or a
             checkpoint that no run could have written.
     """
-    check_name(repo)
+    check_repo(repo)
     folder = expanded("out", out) if out is not None else Path("policies") / repo.replace("/", "--")
     if folder.exists():
         raise ConfigError("out", folder, "a new folder")
@@ -85,7 +85,7 @@ def push(path: str | Path, repo: str, private: bool = True, message: str | None 
     Raises:
         ConfigError: no policy there, or a repository that cannot be written.
     """
-    check_name(repo)
+    check_repo(repo)
     hub = _library()
     tensors, manifest, found = checkpoint.find(expanded("run", path), ("policy",))
     check_finite(tensors, manifest)
@@ -101,7 +101,7 @@ def push(path: str | Path, repo: str, private: bool = True, message: str | None 
         return str(_asked(repo, lambda: api.create_commit(repo, files, commit_message=note)).oid)
 
 
-def check_name(repo: str) -> None:
+def check_repo(repo: str) -> None:
     """Raise ``ConfigError`` if ``repo`` is not ``owner/name``."""
     if not NAME.fullmatch(repo) or ".." in repo:
         raise ConfigError("repo", repo, "OWNER/NAME")
@@ -165,11 +165,9 @@ def _arranged(temporary: Path, repo: str) -> Path:
 
 
 def _temporary_beside(folder: Path) -> "tempfile.TemporaryDirectory[str]":
-    try:
+    with writing("out", folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         return tempfile.TemporaryDirectory(dir=folder.parent, prefix=".pulling-")
-    except OSError as error:
-        raise ConfigError("out", folder, f"a folder that can be written ({error.strerror})") from error
 
 
 def endpoint() -> str | None:

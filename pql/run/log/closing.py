@@ -1,12 +1,15 @@
-"""Last lines of a run on the console: result, bottleneck and the commands to use next."""
+"""Notes of a run on the console: a budget with room for few rollouts; at the end, result, bottleneck and commands."""
 
 import math
 import textwrap
 
 from pql.config import BudgetConfig, Config
-from pql.run.log.console import WIDTH, Row
+from pql.run.log.console import WIDTH
+from pql.run.log.displays import Row
 from pql.run.store.run_dir import Summary, command
 
+FEW, ENOUGH = 10, 30  # rollouts
+LEAST = 8  # environments
 ADVICE = {
     "collector": "fewer environments or a faster simulator would speed it up; more updates per step would be free",
     "v": "a smaller critic or batch, fewer updates per step or more threads for v would speed it up",
@@ -17,18 +20,15 @@ ADVICE = {
 
 def closing_words(
     summary: Summary,
-    busy: Row,
-    seconds: float,
-    ticks: int,
     config: Config,
+    busy: Row,
     kept: tuple[bool, bool] = (True, True),
     best: float = -math.inf,
 ) -> str:
     """Return the last lines of a run: result, bottleneck, directory and the commands to use next.
 
     Args:
-        busy: worker -> seconds of work in this sitting.
-        seconds: duration of the sitting's ``ticks``.
+        busy: worker -> share of this sitting's ticks in which it worked; empty if there was no tick.
         kept: (policy, resume point): True for each one on disk; commands that need a missing one are not shown.
         best: mean return of the best evaluation, whose policy is kept; named if it is above the last one's.
     """
@@ -45,7 +45,7 @@ def closing_words(
             f"{ended}: {score}",
             f"{summary.seconds:,.0f} s, {summary.env_steps:,} env steps, {summary.updates_v:,} critic and "
             f"{summary.updates_p:,} policy updates",
-            bounded(busy, seconds) if ticks else idle(summary),
+            bounded(busy) if busy else idle(summary),
             f"run: {summary.run_dir}",
             *([f"policy: {summary.checkpoint}"] if policy else []),
             *([f"best: {summary.run_dir}/checkpoints/best, return {best:,.1f}"] if above(best, summary) else []),
@@ -60,10 +60,10 @@ def above(best: float, summary: Summary) -> bool:
     return last is not None and math.isfinite(best) and round(best, 1) > round(last, 1)
 
 
-def bounded(busy: Row, seconds: float) -> str:
+def bounded(busy: Row) -> str:
     """Return the busiest worker, for which ticks wait, with advice."""
     bound = max(busy, key=lambda k: busy[k])
-    shares = ", ".join(f"{k} {v / max(seconds, 1e-9):.0%}" for k, v in busy.items())
+    shares = ", ".join(f"{k} {v:.0%}" for k, v in busy.items())
     return textwrap.fill(f"the tick is bounded by {bound} (busy: {shares}): {ADVICE[bound]}", WIDTH)
 
 
@@ -94,4 +94,27 @@ def scores(summary: Summary) -> str:
     return (
         f"return {summary.return_mean:,.1f} ({middle}IQM {summary.return_iqm:,.1f}){success} "
         f"over {summary.episodes} episodes{length}"
+    )
+
+
+def few_rollouts(config: Config, seconds: float) -> str:
+    """Return a note with fewer environments, or "" where the budget has room for ``FEW`` rollouts.
+
+    Fewer environments make shorter rollouts. Slow simulators on the CPU make as many env steps per second with them.
+
+    Args:
+        seconds: duration of the warm-up.
+    """
+    horizon, budget, warmup = getattr(config.algo, "horizon", None), config.budget.seconds, config.algo.warmup_steps
+    if horizon is None or budget is None or warmup == 0 or seconds <= 0:
+        return ""
+    count = max(budget - seconds, 0) * warmup / seconds / horizon
+    fewer = 2 ** (int(max(config.num_envs * count / ENOUGH, LEAST)).bit_length() - 1)
+    if count >= FEW or fewer >= config.num_envs:
+        return ""
+    rate, size = warmup * config.num_envs / seconds, config.num_envs * horizon
+    return textwrap.fill(
+        f"at {rate:,.0f} env steps/s budget.seconds={budget:g} has room for about {count:.1f} rollouts of "
+        f"num_envs x algo.horizon = {size:,} env steps; num_envs={fewer} makes more and shorter ones",
+        WIDTH,
     )

@@ -16,7 +16,7 @@ from typing import Any
 from pql.config import Config, to_dict
 from pql.engine import deadlines
 from pql.errors import PqlWarning, first_line
-from pql.run.log.console import Row
+from pql.run.log.displays import Row
 
 VIDEO = "eval/video"  # name of videos in every logger
 GIF_FPS, GIF_FRAMES, GIF_WIDTH = 12, 150, 320  # at most: TensorBoard shows videos as GIFs, which are large

@@ -21,8 +21,9 @@ from pql.config import Config, to_dict
 from pql.config.files import check_ordinary, create_file
 from pql.config.schema import LOGGERS, PLUGINS
 from pql.contract.plugins import entry_points
-from pql.errors import ConfigError, HungError, PqlWarning, first_line
-from pql.run.log.console import Console, Row
+from pql.errors import ConfigError, HungError, PqlWarning, first_line, writing
+from pql.run.log.console import Console
+from pql.run.log.displays import Row
 from pql.run.log.loggers import LATER, TensorBoard, Tracker
 
 LINE = 1 << 20  # upper limit of a row's characters; rows are far shorter
@@ -193,11 +194,9 @@ def make_sinks(config: Config, run_dir: Path, console: Console | None, resumed_a
         ConfigError: the logger's package is not installed, or metrics.jsonl cannot be written.
     """
     metrics = run_dir / "metrics.jsonl"
-    try:
+    with writing("run_dir", run_dir):
         sinks: list[Sink] = [Jsonl(metrics, resumed_at)]
         kind, offset = config.logger.kind, metrics.stat().st_size
-    except OSError as error:
-        raise ConfigError("run_dir", run_dir, f"a folder that can be written ({error})") from error
     if kind == "tensorboard":
         sinks.append(TensorBoard(run_dir / "tensorboard", resumed_at))
     elif kind in LATER:

@@ -91,7 +91,7 @@ class Archive:
         """Write replay.safetensors."""
         name = "replay.safetensors" if self.ranks.first else f"replay-rank{self.ranks.rank}.safetensors"
         try:
-            transitions.save_replay(parts.first.collector.replays[0], self.run_dir / name)
+            transitions.save_replay(parts.collector.replays[0], self.run_dir / name)
         except OSError as error:
             self.lost(name, error)
 
@@ -132,11 +132,11 @@ class Archive:
     def _policy_state(self, parts: Parts) -> dict[str, Any]:
         """Return the current policy, without state that only training needs."""
         state = snapshot(parts)
-        needed = fresh_policy(self.config, parts.first.env.spec, "cpu").norm.state_dict()
+        needed = fresh_policy(self.config, parts.env.spec, "cpu").norm.state_dict()
         return {**state, "norm": {k: state["norm"][k] for k in needed}}
 
     def _save(self, path: Path, kind: str, state: Any, parts: Parts, facts: dict[str, Any], background: bool) -> None:
-        spec = spec_to_dict(parts.first.env.spec)
+        spec = spec_to_dict(parts.env.spec)
         write = self.saver.later if background else self.saver.now
         write(path, state, {"kind": kind, **config_entries(self.config), "spec": spec, **facts})
 

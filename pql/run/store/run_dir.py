@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,12 +18,12 @@ from typing import Any, Literal
 
 from pql.config import Config, from_dict, to_dict
 from pql.config.files import create_file as create_file
-from pql.config.files import expanded, read_json, read_yaml
+from pql.config.files import expanded, flat, read_json, read_yaml
 from pql.config.trust import names_foreign_code
 from pql.config.validate import resolve_device
 from pql.engine import deadlines
 from pql.engine.world import world
-from pql.errors import ConfigError, PqlWarning
+from pql.errors import ConfigError, PqlWarning, writing
 from pql.run.store.claim import Claim, claim, claim_new
 from pql.run.store.manifest import check_settings
 
@@ -119,14 +119,12 @@ def create_run_dir(run_dir: Path, config: Config, overrides: Sequence[str]) -> N
     Raises:
         ConfigError: it cannot be written.
     """
-    try:
+    with writing("run_dir", run_dir):
         (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
         _write_yaml(run_dir / "overrides.yaml", list(overrides))
         _write_json(run_dir / "git.json", git_state())
         _write_json(run_dir / "env.json", machine(config))
         _write_config(run_dir, config)
-    except OSError as error:
-        raise ConfigError("run_dir", run_dir, f"a folder that can be written ({error})") from error
 
 
 def check_shared(run_dir: Path) -> None:
@@ -146,14 +144,12 @@ def amend_config(run_dir: Path, config: Config, overrides: Sequence[str]) -> Non
     from pql.run.store import checkpoint
 
     said = _read_words(run_dir / "overrides.yaml")
-    try:
+    with writing("run_dir", run_dir):
         if (before := read_summary(run_dir)) is not None:
             _write_json(run_dir / "summary.json", {**before, "interrupted": True})
         checkpoint.amend_manifest(run_dir / "checkpoints", config)
         _write_config(run_dir, config)
         _write_yaml(run_dir / "overrides.yaml", [*said, *overrides])
-    except OSError as error:
-        raise ConfigError("run_dir", run_dir, f"a folder that can be written ({error})") from error
 
 
 def run_settings(run_dir: Path) -> dict[str, Any]:
@@ -177,21 +173,12 @@ def run_settings(run_dir: Path) -> dict[str, Any]:
         what = f"{error}: the settings in its newest resume point are used"
         warnings.warn(what, PqlWarning, stacklevel=2)
         return kept
-    one, two = ({k: repr(v) for k, v in _flat(tree) if k != "run_dir"} for tree in (kept, shown))
+    one, two = ({k: repr(v) for k, v in flat(tree) if k != "run_dir"} for tree in (kept, shown))
     if other := [k for k in {**one, **two} if one.get(k) != two.get(k)]:
         names = f"{', '.join(other[:5])}{' and more' if len(other) > 5 else ''}"
         what = f"{run_dir / 'config.yaml'} differs from the run in {names}: the settings in its resume point are used"
         warnings.warn(what, PqlWarning, stacklevel=2)
     return kept
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted name, value) of every leaf; an empty mapping is a leaf."""
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
@@ -254,7 +241,7 @@ def machine(config: Config) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Return the versions of the installed packages that affect a run."""
-    return {name: version for name in PACKAGES if (version := _version(name))}
+    return {name: found for name in PACKAGES if (found := version(name))}
 
 
 @cache
@@ -276,8 +263,8 @@ def git_state() -> dict[str, Any]:
         return {"commit": None, "dirty": None}
 
 
-@cache
-def _version(package: str) -> str | None:
+def version(package: str) -> str | None:
+    """Return the version of an installed package, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -1,0 +1,188 @@
+"""Consoles of Atari 2600 games with NumPy arrays: settings, construction and steps. Needs no torch.
+
+Shared by ``task=atari`` and its remote actors. ``ale_py``'s native vector environment steps the consoles (C++ threads;
+it brings the games). Frames as in Mnih et al. 2015: an action is held for four frames of the console, the observation
+is the pixelwise maximum of the last two in grey, 84 x 84, and four of these are stacked, zeros before the episode.
+Rewards are raw scores: learners clip (``task.reward_clip``). Workarounds for ``ale_py``: it clips rewards and presses
+FIRE by default; it draws no-ops from 0 .. noop_max - 1; its flag for a lost life is the same as for the end of the
+game.
+"""
+
+import functools
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+from ale_py import ALEInterface, LoggerMode, roms
+from ale_py.vector_env import AtariVectorEnv
+from gymnasium.vector import AutoresetMode
+
+from pql.errors import ConfigError, nearest
+
+SIZE, SKIP, STACK = 84, 4, 4
+SHAPE = (STACK, SIZE, SIZE)
+MODES = {"next_step": AutoresetMode.NEXT_STEP, "same_step": AutoresetMode.SAME_STEP}
+
+
+@dataclass(frozen=True)
+class AtariSimSettings:
+    """Keywords of a remote actor's games.
+
+    Attributes:
+        game: ``ale_py``'s name: ``pong``, ``ms_pacman``, ...
+        autoreset: ``same_step`` or ``next_step`` (a filler row follows each end).
+        noop_max: a game begins with 0 .. ``noop_max`` frames without an action, drawn for every game.
+        sticky: probability, at every frame of the console, that the last action is repeated instead.
+        full_actions: all 18 actions instead of those that the game uses.
+        life_loss: a lost life terminates (for learning; the game continues, so ``first`` is not set).
+        fire_reset: press FIRE once when a game begins, if the game has that action.
+        max_episode_steps: time limit in actions, four frames each; 27,000 correspond to 30 minutes of play.
+        threads: threads that step the consoles of each group; None or 0: one per core.
+    """
+
+    game: str = "pong"
+    autoreset: str = "same_step"
+    noop_max: int = 30
+    sticky: float = 0.0
+    full_actions: bool = False
+    life_loss: bool = False
+    fire_reset: bool = False
+    max_episode_steps: int = 27_000
+    threads: int | None = None
+
+
+@dataclass(frozen=True)
+class AtariSettings(AtariSimSettings):
+    """Keywords of ``pql.envs.atari.AtariVec``.
+
+    Attributes:
+        groups: consoles are divided into this many groups of neighbours for ``send`` and ``recv``.
+    """
+
+    groups: int = 1
+
+
+class Frames(NamedTuple):
+    """Arrays of a step of K consoles.
+
+    Attributes:
+        obs: [K, 4, 84, 84] uint8.
+        reward: [K] raw scores.
+        terminated, truncated, first, valid: [K] bool, as in ``pql.types.Step``.
+        final_obs: as ``obs``, the last observations on rows that were reset; ``obs`` itself if there are none.
+    """
+
+    obs: np.ndarray
+    reward: np.ndarray
+    terminated: np.ndarray
+    truncated: np.ndarray
+    first: np.ndarray
+    valid: np.ndarray
+    final_obs: np.ndarray
+
+
+class Consoles:
+    """``count`` consoles with one game, which step together. ``shown`` [K, 4, 84, 84] is the latest observation."""
+
+    def __init__(self, settings: AtariSimSettings, count: int):
+        self.vec = AtariVectorEnv(
+            settings.game,
+            count,
+            num_threads=settings.threads or 0,
+            max_num_frames_per_episode=SKIP * settings.max_episode_steps,
+            repeat_action_probability=settings.sticky,
+            full_action_space=settings.full_actions,
+            autoreset_mode=MODES[settings.autoreset],
+            img_height=SIZE,
+            img_width=SIZE,
+            stack_num=STACK,
+            frameskip=SKIP,
+            noop_max=settings.noop_max + 1 if settings.noop_max else 0,
+            use_fire_reset=settings.fire_reset,
+            reward_clipping=False,
+        )
+        self._life_loss, self._next = settings.life_loss, settings.autoreset == "next_step"
+        self._ended = np.zeros(count, dtype=bool)
+        self.lives = np.zeros(count, dtype=np.int32)
+        self.shown = np.zeros((count, *SHAPE), dtype=np.uint8)
+
+    def reset(self, seeds: np.ndarray | None = None, mask: np.ndarray | None = None) -> np.ndarray:
+        """Restart all consoles, or those of ``mask`` [K] bool. Returns the observations."""
+        self.shown, info = self.vec.reset(seed=seeds, options=None if mask is None else {"reset_mask": mask})
+        self.lives = info["lives"]
+        self._ended &= False if mask is None else ~mask
+        return self.shown
+
+    def send(self, action: np.ndarray) -> None:
+        self.vec.send(action)
+
+    def receive(self) -> Frames:
+        """Wait for the step that :meth:`send` began."""
+        obs, reward, terminated, truncated, info = self.vec.recv()
+        over = terminated | truncated
+        filler = self._ended if self._next else np.zeros_like(over)
+        if self._life_loss:  # except for the last life, which ends the game
+            terminated = terminated | ((info["lives"] < self.lives) & (info["lives"] > 0) & ~over & ~filler)
+        self._ended, self.lives, self.shown = over, info["lives"], obs
+        final = obs
+        if not self._next and over.any():
+            final = np.where(over[:, None, None, None], info["final_obs"], obs)
+        return Frames(obs, reward, terminated, truncated, filler if self._next else over, ~filler, final)
+
+
+def check(num_envs: int, settings: AtariSimSettings) -> None:
+    """Raise ``ConfigError`` for an unknown game, or a value out of range."""
+    if settings.game not in (names := games()):
+        # MsPacman, as gymnasium writes it
+        near = nearest(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", settings.game).lower(), names)
+        raise ConfigError("game", settings.game, f"a game of ale_py, such as pong or ms_pacman{near}")
+    if settings.autoreset not in MODES:
+        raise ConfigError("autoreset", settings.autoreset, " or ".join(MODES))
+    for setting, count, least in (
+        ("noop_max", settings.noop_max, 0),
+        ("threads", settings.threads or 0, 0),
+        ("num_envs", num_envs, 1),
+        ("max_episode_steps", settings.max_episode_steps, 1),
+        ("groups", getattr(settings, "groups", 1), 1),
+    ):
+        if isinstance(count, bool) or not isinstance(count, int) or count < least:
+            raise ConfigError(setting, count, f"a whole number, at least {least}")
+    if not isinstance(settings.sticky, int | float) or not 0 <= settings.sticky < 1:
+        raise ConfigError("sticky", settings.sticky, "a probability below 1")
+    for setting in ("full_actions", "life_loss", "fire_reset"):
+        flag = getattr(settings, setting)
+        if not isinstance(flag, bool):
+            raise ConfigError(setting, flag, "true or false")
+
+
+def spec_fields(settings: AtariSimSettings) -> dict[str, Any]:
+    """Return the fields of ``EnvSpec`` that need no torch."""
+    return {
+        "name": settings.game,
+        "max_episode_steps": settings.max_episode_steps,
+        "autoreset": settings.autoreset,
+        "final_obs": "always",
+        "log": ("score",),
+        "info": {"dt": SKIP / 60, **({"lost_life": True} if settings.life_loss else {})},
+    }
+
+
+def console_seeds(seed: int | None, count: int) -> np.ndarray | None:
+    """Return a seed [count] for each console."""
+    return None if seed is None else np.random.SeedSequence(seed).generate_state(count).astype(np.int64) >> 1
+
+
+def games() -> list[str]:
+    """Return the valid names for ``game``."""
+    return sorted(roms.get_all_rom_ids())
+
+
+@functools.cache
+def actions(game: str, full: bool) -> int:
+    """Return the number of a game's actions."""
+    ALEInterface.setLoggerMode(LoggerMode.Error)  # without the start-up message
+    console = ALEInterface()
+    console.loadROM(cast(Path, roms.get_rom_path(game)))
+    return len(console.getLegalActionSet() if full else console.getMinimalActionSet())
