@@ -151,6 +151,7 @@ def workshop(tmp_path_factory):
         (folder / file).write_text(text)
     (folder / "my_arm.py").write_text(ARM)
     shutil.copytree(ROOT / "docs" / "policies", folder / "docs" / "policies")
+    shutil.copytree(ROOT / "docs" / "results" / "json", folder / "docs" / "results" / "json")
     (folder / "tools").symlink_to(ROOT / "tools")
     m = 100
     recorded = {"obs.policy": torch.randn(m, 17), "action": torch.rand(m, 6), "reward": torch.randn(m)}
@@ -224,7 +225,7 @@ def run(words, device="cpu"):
         command = [sys.executable, "-m", "torch.distributed.run", *words[1:at], *rest]
         return subprocess.run(command, check=False, timeout=300).returncode
     if words[0] in ("python", "pytest", "uv", "openssl"):
-        words = [sys.executable, *words[1:]] if words[0] == "python" else words
+        words = [sys.executable, *own_names(words[1:])] if words[0] == "python" else words
         words = [sys.executable, "-m", *words, f"--rootdir={ROOT}"] if words[0] == "pytest" else words
         words, target = (words[:-2], words[-1]) if words[-2:-1] == [">"] else (words, "/dev/null")
         with open(target, "wb") as out:
