@@ -25,14 +25,7 @@ METRICS_BYTES = 256 << 20  # weeks of a row every two seconds
 # Settings that say which run it is.
 IDENTITY = ("seed", "run_dir", "task.name", "task.id", "task.game", "task.model", "task.kwargs")
 # Settings that do not distinguish algorithms: also budget and logging.
-IGNORED = (
-    *IDENTITY,
-    "budget.",
-    "eval.",
-    "checkpoint.",
-    "logger.",
-    "replay.save",
-)
+IGNORED = (*IDENTITY, "budget.", "eval.", "checkpoint.", "logger.", "replay.save")
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,7 @@ from pql.config import Config
 from pql.contract.env import EnvSpec, VecEnv
 from pql.engine.executors import Executor, Inline, Threads
 from pql.engine.graph import Capture
-from pql.engine.placement import (
-    Machine,
-    keep_freed_memory,
-    machine_of,
-    make_executor,
-    make_inline,
-    set_precision,
-)
+from pql.engine.placement import Machine, keep_freed_memory, machine_of, make_executor, make_inline, set_precision
 from pql.engine.schedule import Concurrent, Counts, Lockstep, Schedule, Trace
 from pql.engine.worker import LearnerJob, WeightSlot, Worker
 from pql.errors import ConfigError

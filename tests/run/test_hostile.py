@@ -316,8 +316,7 @@ def test_a_link_to_elsewhere_is_not_written_through(run: Path, tmp_path: Path, c
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["wandb/run-1/logs/debug-core.log", "wandb/run-id", "swanlab/latest", "mlruns/0/artifacts", "newest"],
+    "name", ["wandb/run-1/logs/debug-core.log", "wandb/run-id", "swanlab/latest", "mlruns/0/artifacts", "newest"]
 )
 def test_links_of_loggers_are_left_alone(run: Path, tmp_path: Path, monkeypatch, name: str) -> None:
     """wandb makes one itself; what pql has there is neither read nor written through a link."""

@@ -267,10 +267,7 @@ def run_on_a_disk_that_is_full(*overrides: str) -> None:
 
 @pytest.mark.fault(13)
 def test_the_last_point_that_both_have_stays_while_one_cannot_write(both: Pair, tmp_path):
-    both(
-        run_on_a_disk_that_is_full,
-        *settings(tmp_path, "pql", "checkpoint.every_seconds=1e-9", "checkpoint.keep=1"),
-    )
+    both(run_on_a_disk_that_is_full, *settings(tmp_path, "pql", "checkpoint.every_seconds=1e-9", "checkpoint.keep=1"))
     mine, theirs = ([p.name for p in checkpoint.resume_points(tmp_path / "checkpoints" / k)] for k in ("", "rank-1"))
     assert mine == [*theirs, "tick-000000000012"]
     first, second = both(resume, str(tmp_path), "budget.env_steps=640")
