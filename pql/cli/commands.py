@@ -24,11 +24,8 @@ from pql.errors import ConfigError, PqlWarning, RunError, nearest, writing
 
 @contextlib.contextmanager
 def within(seconds: float, what: str, kind: str) -> Iterator[None]:
-    """Context manager: end a command that makes no progress for ``seconds``, with the stacks of all threads.
-
-    Raises:
-        HungError: it was ended.
-    """
+    """Context manager: end a command that makes no progress for ``seconds``, with the stacks of all threads. Raises
+    ``HungError``: it was ended."""
     from pql.engine.watchdog import guarded, watching
 
     with guarded(), watching(what, deadlines.Limit(seconds, f"the limit of {kind}")):

@@ -108,11 +108,8 @@ def candidates(line: str, commands: "Mapping[str, Command]") -> list[str]:
 
 
 def setting_names(command: str, algo: str | None = None) -> list[str]:
-    """Return names of settings, of runs and of the tool, that may precede ``=`` after ``pql command``.
-
-    Args:
-        algo: the preset already named on the line; None: settings of every algorithm.
-    """
+    """Return names of settings, of runs and of the tool, that may precede ``=`` after ``pql command``. ``algo``: the
+    preset already named on the line; None: settings of every algorithm."""
     known = [*known_settings()] if algo is None else [name for name in known_settings() if is_of(name, algo)]
     if command == "train":
         return [*GROUPS, *known, "multirun_dir"]

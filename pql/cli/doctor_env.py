@@ -82,11 +82,8 @@ def _check(config: Config, steps: int | None) -> Report:
 
 
 def simulator_settings(name: str, words: Sequence[str]) -> list[str]:
-    """Convert words of the command line to a run's settings.
-
-    Raises:
-        ConfigError: a word that does not concern the environment.
-    """
+    """Convert words of the command line to a run's settings. Raises ``ConfigError``: a word that does not concern the
+    environment."""
     known = name in Presets().names("task") and name != "env"
     out = [f"task={name}"] if known else ["task=env", f"task.name={name}"]
     for word in words:
@@ -102,11 +99,8 @@ def simulator_settings(name: str, words: Sequence[str]) -> list[str]:
 
 
 class Paced(Timed):
-    """Says once, on standard error, how long a check takes whose end is not near.
-
-    Args:
-        total: number of steps that the check makes.
-    """
+    """Says once, on standard error, how long a check takes whose end is not near. ``total``: number of steps that the
+    check makes."""
 
     def __init__(self, env: Any, place: PlacementConfig, total: int):
         super().__init__(env, place)

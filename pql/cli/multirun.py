@@ -36,11 +36,8 @@ class Job:
 
 
 def run_many(words: Sequence[str], program: Sequence[str] = PROGRAM) -> int:
-    """Run the missing runs. Returns the exit status: 0, 1 if a run failed, 130 after Ctrl-C.
-
-    Raises:
-        ConfigError: before the first run: a wrong setting, or an existing run was made with other settings.
-    """
+    """Run the missing runs. Returns the exit status: 0, 1 if a run failed, 130 after Ctrl-C. Raises ``ConfigError``:
+    before the first run: a wrong setting, or an existing run was made with other settings."""
     folder, jobs = plan(words)
     for job in jobs:
         check_same(job)
@@ -59,11 +56,8 @@ def run_many(words: Sequence[str], program: Sequence[str] = PROGRAM) -> int:
 
 
 def plan(words: Sequence[str]) -> tuple[Path, list[Job]]:
-    """Return the folder and all runs in the order of the command line; the last swept setting changes fastest.
-
-    Raises:
-        ConfigError: a wrong setting; an interval, which is for ``pql sweep``; two combinations with the same name.
-    """
+    """Return the folder and all runs in the order of the command line; the last swept setting changes fastest. Raises
+    ``ConfigError``: a wrong setting; an interval, which is for ``pql sweep``; two combinations with the same name."""
     folder, settings = DIR, dict[str, str | Space]()
     for word in words:
         key, value = parse_space(word) if not word.startswith("multirun_dir=") else split_word(word)

@@ -92,11 +92,8 @@ def find(words: Sequence[str]) -> tuple[list[Path], list[str]]:
 
 
 def read(paths: Sequence[Path]) -> list[Run]:
-    """Read the runs and give them labels that distinguish them.
-
-    Raises:
-        ConfigError: a run has no readable config or no metrics.
-    """
+    """Read the runs and give them labels that distinguish them. Raises ``ConfigError``: a run has no readable config or
+    no metrics."""
     settings = [flat(read_config(p)) for p in paths]
     labels = label(settings)
     names = short_names(paths)
@@ -140,11 +137,8 @@ def _read(path: Path, name: str, settings: dict[str, Any], text: str) -> Run:
 
 
 def read_rows(path: Path) -> tuple[list[Row], list[str]]:
-    """Return the readable rows, ordered by time, and notes on unreadable lines.
-
-    Raises:
-        ConfigError: it is not a regular file, or larger than ``METRICS_BYTES``.
-    """
+    """Return the readable rows, ordered by time, and notes on unreadable lines. Raises ``ConfigError``: it is not a
+    regular file, or larger than ``METRICS_BYTES``."""
     try:
         lines = read_bytes(path, METRICS_BYTES).decode(errors="replace").split("\n")
     except OSError:

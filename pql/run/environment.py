@@ -52,11 +52,8 @@ def with_last_action(config: Config, env: VecEnv) -> VecEnv:
 
 
 def task_kwargs(config: Config) -> dict[str, Any]:
-    """Return the keyword arguments that the task passes to its factory.
-
-    Raises:
-        ConfigError: a keyword that also has its own setting, such as ``task.game``.
-    """
+    """Return the keyword arguments that the task passes to its factory. Raises ``ConfigError``: a keyword that also has
+    its own setting, such as ``task.game``."""
     task = config.task
     for name in RESERVED & task.kwargs.keys():
         raise ConfigError(f"task.kwargs.{name}", task.kwargs[name], "no such keyword: the run's own settings give it")
