@@ -60,17 +60,8 @@ OWN = {
     "formats": ("pt2", "onnx"),
     "scale": ("true", "false"),
 }
-RUN_FIRST = (
-    "resume",
-    "eval",
-    "play",
-    "export",
-    "compare",
-    "report",
-    "watch",
-    "pull",
-    "push",
-)  # the first word is a path, for the shell
+# The first word is a path, for the shell.
+RUN_FIRST = ("resume", "eval", "play", "export", "compare", "report", "watch", "pull", "push")
 
 
 def candidates(line: str, commands: "Mapping[str, Command]") -> list[str]:
@@ -101,9 +92,8 @@ def candidates(line: str, commands: "Mapping[str, Command]") -> list[str]:
     else:
         chosen = next((w.removeprefix("algo=") for w in before if w.startswith("algo=")), "pql")
         algo = chosen if chosen in Presets().names("algo") else None
-        found = next_parts(
-            word, [*setting_names(command, algo), *(commands[command].own if command in commands else ())]
-        )
+        own = commands[command].own if command in commands else ()
+        found = next_parts(word, [*setting_names(command, algo), *own])
     return [w for w in found if w.startswith(word)]
 
 

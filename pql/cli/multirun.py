@@ -122,9 +122,8 @@ def run_jobs(job: Job, runner: Runner, title: str) -> str:
     if runner.asked:
         return "interrupted"
     if status < 0:
-        print(
-            f"{title}: {how_ended(status)}; the stacks of its threads are above, if they could be written", flush=True
-        )
+        stacks = "the stacks of its threads are above, if they could be written"
+        print(f"{title}: {how_ended(status)}; {stacks}", flush=True)
     return f"failed ({how_ended(status)})"
 
 
@@ -133,10 +132,7 @@ def results(jobs: Sequence[Job], outcomes: Sequence[str]) -> str:
     rows = [["run", "state", "return", "IQM", "seconds", "env steps"]]
     for job, outcome in zip(jobs, outcomes, strict=True):
         summary = rundir.read_summary(job.run_dir) if outcome.startswith("finished") else None
-        cells = ["return_mean", "return_iqm", "seconds", "env_steps"]
-        values = [(summary or {}).get(key) for key in cells]
-        forms = [",.1f", ",.1f", ",.0f", ",d"]
-        rows.append(
-            [job.name, outcome, *("-" if v is None else format(v, f) for v, f in zip(values, forms, strict=True))]
-        )
+        forms = {"return_mean": ",.1f", "return_iqm": ",.1f", "seconds": ",.0f", "env_steps": ",d"}
+        values = {key: (summary or {}).get(key) for key in forms}
+        rows.append([job.name, outcome, *("-" if v is None else format(v, forms[k]) for k, v in values.items())])
     return table(rows, right=(2, 3, 4, 5))

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from pql.config import AlgoConfig, from_dict
 from pql.config.families import record_of
-from pql.config.files import YAML_BYTES, expanded, read_bytes, read_json
+from pql.config.files import YAML_BYTES, expanded, read_bytes
 from pql.config.schema import nested
 from pql.engine.watchdog import touch
 from pql.errors import ConfigError, nearest, show
-from pql.run.store.run_dir import read_config
+from pql.run.store.run_dir import read_config, read_mapping, read_summary
 
 Row = dict[str, float]
 AXES = ("seconds", "env_steps", "updates")
@@ -107,7 +107,7 @@ def _read(path: Path, name: str, settings: dict[str, Any], text: str) -> Run:
         rows = [{k: v for k, v in row.items() if k != "updates/p"} for row in rows]
     if not rows:
         raise ConfigError("run", path, "a run with metrics: metrics.jsonl is missing or holds no row yet")
-    summary = _json(path / "summary.json")
+    summary = read_summary(path)
     if summary is None:
         notes.append("no summary.json: it is still running, or was cut off")
     elif summary.get("interrupted"):
@@ -130,7 +130,7 @@ def _read(path: Path, name: str, settings: dict[str, Any], text: str) -> Run:
         evals,
         complete=bool(summary and summary.get("return_mean") is not None and not summary.get("interrupted")),
         reached=target is not None and bool((evals["return_mean"] >= target).any()),
-        machine=machine_of(_json(path / "env.json") or {}),
+        machine=machine_of(read_mapping(path / "env.json") or {}),
         notes=notes,
         config=read_bytes(path / "config.yaml", YAML_BYTES).decode(errors="replace"),
     )
@@ -284,11 +284,3 @@ def short_names(paths: Sequence[Path]) -> list[str]:
         return [paths[0].resolve().name]
     full = [str(p.resolve()) for p in paths]
     return [os.path.relpath(p, os.path.commonpath(full)) for p in full]
-
-
-def _json(path: Path) -> dict[str, Any] | None:
-    try:
-        data = read_json(path)
-    except (OSError, ValueError):
-        return None
-    return data if isinstance(data, dict) else None

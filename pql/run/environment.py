@@ -127,18 +127,9 @@ def process_env(
     from pql.remote.process.near import ProcessVec
 
     process, threads = config.task.process, machine.threads["simulator"]
-    return ProcessVec(
-        config.task.name,
-        num_envs,
-        machine.devices["collector"],
-        process.python or "",
-        task_kwargs(config),
-        {"threads": threads},
-        process.step_seconds,
-        process.start_seconds,
-        threads,
-        approve,
-    )
+    given = (process.python or "", task_kwargs(config), {"threads": threads})
+    limits = (process.step_seconds, process.start_seconds)
+    return ProcessVec(config.task.name, num_envs, machine.devices["collector"], *given, *limits, threads, approve)
 
 
 def remote_env(config: Config, groups: int | None, num_envs: int, device: torch.device) -> VecEnv:

@@ -118,9 +118,8 @@ def check_listing(repo: str, sizes: Mapping[str, int | None]) -> None:
         if name not in LIMITS:
             raise ConfigError("repo", repo, f"only {', '.join(LIMITS)}; it has {name:.80}, and nothing was downloaded")
         if size is None or size > LIMITS[name]:
-            raise ConfigError(
-                "repo", repo, f"at most {LIMITS[name]:,} bytes in {name}, not {size or 'an unknown size'}"
-            )
+            most = f"at most {LIMITS[name]:,} bytes in {name}, not {size or 'an unknown size'}"
+            raise ConfigError("repo", repo, most)
 
 
 def checked(repo: str, path: Path) -> dict[str, Any]:

@@ -100,7 +100,8 @@ def save(path: Path, tree: Any, manifest: Mapping[str, Any]) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         path.parent.mkdir(exist_ok=True)
         temporary.mkdir()
-        _write(temporary, tree, manifest)
+        digest = tensorfile.write(temporary / TENSORS, flatten(tree))
+        _write_manifest(temporary, {**manifest, "sha256": digest})
         if path.exists():
             shutil.rmtree(old, ignore_errors=True)
             path.rename(old)
@@ -112,11 +113,6 @@ def save(path: Path, tree: Any, manifest: Mapping[str, Any]) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _write(folder: Path, tree: Any, manifest: Mapping[str, Any]) -> None:
-    digest = tensorfile.write(folder / TENSORS, flatten(tree))
-    _write_manifest(folder, {**manifest, "sha256": digest})
 
 
 def _write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:

@@ -187,8 +187,13 @@ def write_summary(run_dir: Path, summary: Summary) -> None:
 
 def read_summary(run_dir: Path) -> dict[str, Any] | None:
     """Return the content of summary.json, or None if it cannot be read."""
+    return read_mapping(run_dir / "summary.json")
+
+
+def read_mapping(path: Path) -> dict[str, Any] | None:
+    """Return the mapping in a JSON file, or None if it cannot be read or holds something else."""
     try:
-        data = read_json(run_dir / "summary.json")
+        data = read_json(path)
     except (OSError, ValueError):
         return None
     return data if isinstance(data, dict) else None
