@@ -725,20 +725,5 @@ def test_weights_to_begin_with_bring_no_network(tmp_path: Path, mark: Path, caps
 
 def test_runs_of_one_command_resume_by_its_own_words(run: Path) -> None:
     (run / "summary.json").unlink(missing_ok=True)
-    given = [
-        "task=env",
-        "task.name=my:Env",
-        "num_envs=16",
-        "+algo.policy.net=my.nets:Net",
-        "task.kwargs.a=1",
-        "seed=1",
-        "logger.mode=online",
-    ]
-    assert next_command(run, given) == [
-        "resume",
-        str(run),
-        "task.name=my:Env",
-        "+algo.policy.net=my.nets:Net",
-        "task.kwargs.a=1",
-        "logger.mode=online",
-    ]
+    own = ["task.name=my:Env", "+algo.policy.net=my.nets:Net", "task.kwargs.a=1", "logger.mode=online"]
+    assert next_command(run, ["task=env", "num_envs=16", "seed=1", *own]) == ["resume", str(run), *own]

@@ -491,16 +491,8 @@ def test_the_failure_of_one_ends_all_by_its_name(tmp_path, how, first, second):
 
 
 def torchrun(*argv: str, timeout: float = 280) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "pql.cli.main",
-    ]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "pql.cli.main"]
     return subprocess.run([*command, *argv], capture_output=True, text=True, timeout=timeout)
 
 
