@@ -284,13 +284,7 @@ LINKED = [
     "videos/x.mp4",
     "report/index.html",
     "export/policy.pt2",
-    "evaluations",
-    "videos",
-    "report",
-    "export",
-    "wandb",
-    "swanlab",
-    "tensorboard",
+    *("evaluations", "videos", "report", "export", "wandb", "swanlab", "tensorboard"),
 ]
 WRITERS: dict[str, list[str]] = {"eval": ["episodes=1"], "play": [], "report": [], "export": ["formats=pt2"]}
 WRITES = {"eval": "evaluations", "play": "videos"}  # others: their own names
@@ -697,18 +691,9 @@ def test_who_may_connect_is_no_matter_where_nobody_does(run: Path, capsys, remot
         check_task(remote, "run")
 
 
-DISCRETE = [
-    "task=cartpole",
-    "scale=cpu",
-    "device=cpu",
-    "num_envs=4",
-    "algo.critic.hidden=[8]",
-    "budget.seconds=null",
-    "budget.env_steps=600",
-    "eval.final=false",
-    "eval.every_seconds=null",
-    "checkpoint.every_seconds=null",
-]
+SPARE = ("budget.seconds=null", "eval.final=false", "eval.every_seconds=null", "checkpoint.every_seconds=null")
+SMALL = ("scale=cpu", "device=cpu", "num_envs=4", "algo.critic.hidden=[8]", "budget.env_steps=600")
+DISCRETE = ["task=cartpole", *SMALL, *SPARE]
 
 
 @pytest.mark.parametrize(("algo", "which"), [("pqn", "critic"), ("ppo", "critic")])

@@ -61,16 +61,8 @@ CASES = [
     ("halfcheetah", "algo=pql"),
 ]
 EXTRAS = ("algo.normalize_reward=true", "algo.explore.repeat=true")
-RECIPE = (
-    "algo.return_cap=5",
-    "algo.lr_schedule=cosine",
-    "algo.lr_updates=100",
-    "algo.critic.trunk=residual",
-    "algo.critic.subset=1",
-    "algo.policy.trunk=residual",
-    "algo.policy.norm=rms",
-    "algo.policy.average=0.01",
-)
+NETS = ("critic.trunk=residual", "critic.subset=1", "policy.trunk=residual", "policy.norm=rms", "policy.average=0.01")
+RECIPE = tuple(f"algo.{word}" for word in ("return_cap=5", "lr_schedule=cosine", "lr_updates=100", *NETS))
 
 
 @pytest.mark.fault(14, form=lambda given: given["algo"].removeprefix("algo="), count=10)
@@ -335,22 +327,10 @@ def test_the_run_directory_holds_what_it_takes_to_know_what_was_run(tmp_path):
     assert not summary.interrupted
 
 
-KEYS = {
-    "time/seconds",
-    "steps/env",
-    "updates/v",
-    "updates/p",
-    "ratio/v_per_step",
-    "ratio/p_per_v",
-    "lag/policy_ticks",
-    "throughput/env_steps_per_s",
-    "throughput/updates_per_s",
-    "busy/collector",
-    "busy/v",
-    "busy/p",
-    "memory/host_gib",
-    "replay/bootstrap_lost",
-}
+KEYS = """
+time/seconds steps/env updates/v updates/p ratio/v_per_step ratio/p_per_v lag/policy_ticks throughput/env_steps_per_s
+throughput/updates_per_s busy/collector busy/v busy/p memory/host_gib replay/bootstrap_lost
+"""
 
 
 def test_metrics_are_numbers_under_the_documented_keys(tmp_path):
@@ -358,7 +338,7 @@ def test_metrics_are_numbers_under_the_documented_keys(tmp_path):
     log = rows(tmp_path)
     training = [row for row in log if "updates/v" in row]
     assert len(training) >= 1
-    assert all(set(row) >= KEYS for row in training)
+    assert all(set(row) >= {*KEYS.split()} for row in training)
     assert all(type(v) in (int, float) for row in log for v in row.values())
     assert any({"train/return_mean", "train/length_mean", "train/episodes"} <= set(row) for row in training)
     assert {"time/seconds", "steps/env", "eval/return_mean", "eval/return_iqm"} <= set(log[-1])
@@ -472,15 +452,8 @@ class Slow(Counter):
 def test_seconds_bound_the_warm_up_too(tmp_path):
     """A hundred times longer than the budget; what is left of it comes when the run is resumed."""
     register("slow", lambda num_envs, device: Slow(num_envs, device))
-    more = (
-        "task=env",
-        "task.name=slow",
-        "algo.warmup_steps=2000",
-        "replay.capacity=40000",
-        "budget.seconds=0.2",
-        "budget.env_steps=null",
-    )
-    summary = run(*words(tmp_path, *more))
+    more = ("algo.warmup_steps=2000", "replay.capacity=40000", "budget.seconds=0.2", "budget.env_steps=null")
+    summary = run(*words(tmp_path, "task=env", "task.name=slow", *more))
     assert 0.2 <= summary.seconds < 10
     assert summary.updates_v == 0
     assert 0 < summary.env_steps < 16 * 2000
