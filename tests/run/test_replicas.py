@@ -270,10 +270,7 @@ def learn(config, goal):
 
 STEADY = {"gae_lambda": 0.95, "normalize_advantage": True, "normalize_value": True}
 A3C = merge(VARIANTS["a2c"]["algo"], {"normalize_reward": False, "policy": {"grad_clip": 0.5}, **STEADY})
-CART_POLE = {
-    "a3c": merge(A3C, {"policy": {"lr": 1e-3}}),
-    "appo_replicas": {"horizon": 32},
-}
+CART_POLE = {"a3c": merge(A3C, {"policy": {"lr": 1e-3}}), "appo_replicas": {"horizon": 32}}
 
 
 @pytest.mark.parametrize("name", sample(CART_POLE, keep=["a3c"]))
