@@ -14,7 +14,7 @@ import torch
 import pql
 from pql.algos import ddpg
 from pql.algos.critics import loss_share
-from pql.algos.off_policy import ensemble_value
+from pql.algos.policies import ensemble_value
 from pql.config import DdpgConfig
 from pql.config.fields import setting
 
@@ -36,13 +36,14 @@ def policy_update(state, batch, settings, gen):
     state.optimizer.zero_grad()
     loss.backward()
     norm = state.optimizer.step(mask=batch.mask)
+    state.update_average(settings.policy.average)
     roughness = (change.detach() * share).sum().sqrt()
     return {"loss/policy": loss.detach(), "grad_norm/policy": norm, "policy/roughness": roughness}
 
 
-def policy_learner(*parts):
+def policy_learner(setup, policy, critic, draw):
     """DDPG's P-learner with another update."""
-    return replace(ddpg.ddpg_policy_learner(*parts), update=policy_update)
+    return replace(ddpg.ddpg_policy_learner(setup, policy, critic, draw), update=policy_update)
 
 
 def main(*overrides):

@@ -39,7 +39,7 @@ ALLOWED = {
 }
 """Imports against the order of ``ROOMS`` that are allowed, with their reasons."""
 PATH = ("run/build.py", "engine/schedule.py", "algos/off_policy.py", "algos/ddpg.py", "data/replay.py")
-"""The reading path of the README."""
+"""The reading path of docs/layout.md."""
 QUESTION = re.compile(r"(What|Who|Where|Those|Whether)\b")
 SHAPE = re.compile(r"\[[^\]]*\]|scalar|shape")
 

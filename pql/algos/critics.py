@@ -85,8 +85,8 @@ def critic_step(
 def both_states(state: CriticState, batch: Batch, next_action: Tensor) -> tuple[Tensor, Tensor]:
     """Return the critics' outputs at (s, a) and those of the target critics at (s', a'), [E, B] or [E, B, Z] each.
 
-    With BatchNorm both networks normalise (s, a) and (s', a') as one batch (CrossQ; Bhatt et al. 2024): the statistics
-    of only one of them would not be those of the other.
+    With BatchNorm both networks normalise (s, a) and (s', a') as one batch (CrossQ; Bhatt et al. 2024);
+    otherwise Q(s, a) and Q(s', a') would be normalised differently.
     """
     if not state.critic.statistics.numel():
         with torch.no_grad():

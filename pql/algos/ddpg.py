@@ -11,16 +11,8 @@ import torch
 from torch import Generator, Tensor, nn
 
 from pql.algos.critics import CriticState, critic_step, loss_share, make_critic_state
-from pql.algos.off_policy import (
-    OffPolicy,
-    PolicyDraw,
-    PolicyState,
-    ValueDraw,
-    ensemble_value,
-    make_deterministic_policy,
-    make_follower,
-    make_policy_state,
-)
+from pql.algos.off_policy import OffPolicy, PolicyDraw, ValueDraw
+from pql.algos.policies import PolicyState, ensemble_value, make_follower, make_policy_network, make_policy_state
 from pql.algos.registry import Setup
 from pql.collect.actors import Noise
 from pql.config import Config, DdpgConfig
@@ -81,7 +73,7 @@ def ddpg_policy_update(state: DdpgPolicyState, batch: ObsBatch, settings: DdpgCo
 def deterministic_policy(config: Config[DdpgConfig], spec: EnvSpec) -> nn.Module:
     """Create a tanh policy."""
     policy, net = (
-        make_deterministic_policy(config, spec, DeterministicPolicy, probe_deterministic),
+        make_policy_network(config, spec, DeterministicPolicy, probe_deterministic),
         config.algo.policy,
     )
     if net.net is not None and net.saturation_penalty > 0 and not squashes(policy, read_specs(config, spec)):

@@ -5,7 +5,7 @@ DDPG and SAC are instances of :class:`OffPolicy`; ``Concurrent`` makes them Para
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
@@ -13,7 +13,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from pql.algos.builders import check_continuous, check_obs, make_normalizer, make_ring, ring_rows, stored_obs
-from pql.algos.critics import make_adam, make_atoms
+from pql.algos.policies import PolicyState
 from pql.algos.registry import Family, Setup, Wiring
 from pql.collect.actors import ActFunction, NoisyActor
 from pql.collect.collector import Collector
@@ -25,13 +25,11 @@ from pql.data.augment import Augment
 from pql.data.normalize import Normalizer
 from pql.data.replay import Cursor, Replay
 from pql.engine.flat import Flat
-from pql.engine.optim import AdamW, polyak
 from pql.engine.schedule import Counts, tick_counts
-from pql.engine.worker import PULLED, Learner, State, Tensors, Update
+from pql.engine.worker import Learner, State, Tensors, Update
 from pql.errors import ConfigError
 from pql.nets.encoders import (
     Outputs,
-    Probe,
     channels_last,
     custom_network,
     groups_of,
@@ -46,51 +44,6 @@ from pql.types import Batch, Obs, ObsBatch, split
 
 A = TypeVar("A", bound=ActorCriticConfig)
 Net = TypeVar("Net", bound=nn.Module)
-
-
-@dataclass(kw_only=True)
-class PolicyState(State):
-    """State of the P-learner.
-
-    Attributes:
-        average: running average of the policy, if ``algo.policy.average`` is set (Polyak & Juditsky 1992).
-        critic: copy of the critics.
-        atoms: [Z] support of categorical critics, or None.
-    """
-
-    policy: Flat
-    optimizer: AdamW
-    average: Flat | None
-    critic: Critic = field(metadata=PULLED)
-    atoms: Tensor | None
-
-    def update_average(self, weight: float | None) -> None:
-        """Move the average towards the policy."""
-        if self.average is not None and weight is not None:
-            polyak(self.average, self.policy, weight)
-
-    @property
-    def evaluated(self) -> Flat:
-        """The policy that is evaluated, saved and exported: the average, if there is one."""
-        return self.policy if self.average is None else self.average
-
-
-PolicyStates = TypeVar("PolicyStates", bound=PolicyState)
-
-
-def ensemble_value(state: PolicyState, obs: Obs, action: Tensor, rule: str) -> Tensor:
-    """Return the value of (obs, action) that a policy is trained on, [B].
-
-    Args:
-        action: [B, A].
-        rule: of the ensemble's values (``algo.policy.reduce``).
-    """
-    q = state.critic(obs, action)  # [E, B] or [E, B, Z]
-    if state.atoms is not None:
-        q = q.softmax(-1) @ state.atoms
-    if rule == "first":
-        return q[0]
-    return q.mean(0) if rule == "mean" else q.amin(0)
 
 
 @dataclass(frozen=True)
@@ -198,37 +151,9 @@ def make_policy_learner(
     return kind.policy_learner(setup, policy, critic, draw)
 
 
-def make_policy_state(
-    kind: type[PolicyStates], config: Config[ActorCriticConfig], policy: nn.Module, critic: Critic, **more: Any
-) -> PolicyStates:
-    """Create the P-learner's state.
-
-    Args:
-        kind: its class.
-        critic: the P-learner's copy.
-        more: fields that ``kind`` adds.
-    """
-    algo, flat = config.algo, Flat(policy, trained=True)
-    return kind(
-        policy=flat,
-        optimizer=make_adam(config, flat, algo.policy, algo.p_per_v),
-        average=None if algo.policy.average is None else make_follower(policy, critic),
-        critic=critic,
-        atoms=make_atoms(config, flat.data.device),
-        **more,
-    )
-
-
-def make_follower(policy: nn.Module, critic: Critic) -> Flat:
-    """Return a copy of a policy that follows it by Polyak averaging; it shares an encoder that the critic has."""
-    follower = copy.deepcopy(policy)
-    lend_encoder(critic, follower)
-    return Flat(follower)
-
-
 @dataclass
 class PolicyDraw:
-    """Sample batches of normalised observations from the rows sealed one tick earlier."""
+    """Sample batches of normalised observations from the rows below the pulled cursor."""
 
     worker: ClassVar[str] = "p"
     algo: ActorCriticConfig
@@ -288,18 +213,6 @@ def learner_copy(net: Net, algo: ActorCriticConfig, device: torch.device) -> Net
 
 
 # -- networks and actor -----------------------------------------------------------------------------------------------
-
-
-def make_deterministic_policy(
-    config: Config[ActorCriticConfig], spec: EnvSpec, kind: Callable[..., Reads], probe: Probe
-) -> nn.Module:
-    """Create a ``kind`` network, or the custom ``algo.policy.net``, whose outputs are checked by ``probe``."""
-    net = config.algo.policy
-    if net.net is not None:
-        return custom_network(config, spec, "policy", probe)
-    policy = kind(make_input(config, spec, "policy"), cast(Box, spec.action).size, make_layers(net))
-    policy.borrows = net.encoder == "critic"
-    return policy
 
 
 def make_critic(config: Config[ActorCriticConfig], spec: EnvSpec) -> Critic:

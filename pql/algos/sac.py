@@ -1,7 +1,7 @@
 """SAC(n): a stochastic policy and a temperature that keeps its entropy near a target.
 
 Haarnoja et al. 2018b, with n-step targets; the entropy bonus enters at the bootstrap state only, as is usual with
-n-step SAC. The critic's step is DDPG's.
+n-step SAC. The critics' step is ``critics.critic_step``. The policy's updates draw batches of their own.
 """
 
 import math
@@ -13,16 +13,8 @@ import torch
 from torch import Generator, Tensor, nn
 
 from pql.algos.critics import CriticState, critic_step, loss_share, make_critic_state
-from pql.algos.off_policy import (
-    OffPolicy,
-    PolicyDraw,
-    PolicyState,
-    ValueDraw,
-    check_off_policy,
-    ensemble_value,
-    make_deterministic_policy,
-    make_policy_state,
-)
+from pql.algos.off_policy import OffPolicy, PolicyDraw, ValueDraw, check_off_policy
+from pql.algos.policies import PolicyState, ensemble_value, make_policy_network, make_policy_state
 from pql.algos.registry import Setup
 from pql.collect.actors import Noise
 from pql.config import Config, SacConfig
@@ -54,7 +46,7 @@ class TemperatureState(State):
     Attributes:
         log_alpha: [1] log(alpha): that of ``temperature``, or a copy.
         temperature: parameters of a :class:`Temperature`; None: the other learner has them.
-        log_reach: logarithm of the volume of [0, 1]^A in the unit of densities (``algo.entropy_unit``).
+        log_reach: log-densities in [-1, 1] minus this are those in the unit of ``algo.entropy_unit``.
     """
 
     log_alpha: Tensor
@@ -154,7 +146,7 @@ def gaussian_policy(config: Config[SacConfig], spec: EnvSpec) -> nn.Module:
     """Create a Gaussian policy."""
     net = config.algo.policy
     kind = partial(GaussianPolicy, log_std=(net.log_std_min, net.log_std_max), clip=net.log_std == "clip")
-    return make_deterministic_policy(config, spec, kind, probe_stochastic)
+    return make_policy_network(config, spec, kind, probe_stochastic)
 
 
 def log_reach(config: Config[SacConfig], spec: EnvSpec) -> float:
@@ -198,7 +190,7 @@ def temperature_fields(
         per_update: its steps per critic update.
     """
     algo, flat, optimizer = setup.config.algo, None, None
-    log_alpha = torch.zeros(1, device=device)
+    log_alpha = torch.zeros(1, device=device)  # filled by the first pull, unless the temperature is here
     if algo.alpha_updates == learner:
         module = Temperature(algo.alpha).to(device)
         flat, log_alpha = Flat(module, trained=True), module.log_alpha

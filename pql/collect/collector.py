@@ -13,7 +13,7 @@ from pql.collect.actors import Actor
 from pql.collect.env_slice import EnvSlice
 from pql.collect.nonfinite import mask_and
 from pql.collect.state import CollectorState
-from pql.collect.steppers import Going, LateAnswers, Turns
+from pql.collect.steppers import EvenStepper, Going, LateStepper
 from pql.contract.env import VecEnv, make_ready
 from pql.contract.rules import check_answer
 from pql.data.normalize import Normalizer
@@ -52,7 +52,7 @@ class Collector:
         self.device, self.obs, self.episodes = state.device, state.obs, state.episodes
         self.saturation, self.quarantine, self.recorder = state.saturation, state.quarantine, state.recorder
         self.slices = [EnvSlice(part, capture) for part in state.slices()]
-        self.stepper = (LateAnswers if state.late else Turns)(state, self.slices)
+        self.stepper = (LateStepper if state.late else EvenStepper)(state, self.slices)
 
     @property
     def replays(self) -> list[Replay]:

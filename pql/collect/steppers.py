@@ -1,12 +1,13 @@
 """Steppers: the order in which a collector's env slices act, send and record during a tick.
 
-``Turns`` steps every environment equally often. If a simulator steps in groups, the groups alternate: while actions of
-one are computed, the others step (the alternating sampler of Stooke & Abbeel 2018, section 3, with two halves). ::
+``EvenStepper`` steps every environment equally often. If a simulator steps in groups, the groups alternate: while
+actions of one are computed, the others step (the alternating sampler of Stooke & Abbeel 2018, section 3, with two
+halves). ::
 
     group 0   act send ......... record act send ......... record act
     group 1            act send ........ record act send ........ record
 
-``LateAnswers`` steps remote environments that may be late, lost or newly joined. Columns of the ring advance
+``LateStepper`` steps remote environments that may be late, lost or newly joined. Columns of the ring advance
 independently. A tick ends when its number of transitions has been recorded, whichever environments made them. While an
 environment is late, its action and its actor's memory are kept and nothing is written, so lateness leaves no trace in
 its rows. One environment makes at most ``spread`` times its share of a tick's steps, as allowed by the replay's guard
@@ -30,7 +31,7 @@ Going = Callable[[], bool]
 """Called before each step of a warm-up, with ``steps`` up to date; False ends the warm-up there."""
 
 
-class Turns:
+class EvenStepper:
     """Steps env slices in turn, each equally often.
 
     Attributes:
@@ -93,7 +94,7 @@ class Turns:
         self.steps = int(counters["steps"])
 
 
-class LateAnswers:
+class LateStepper:
     """Steps env slices in turn, with the environments that have answered.
 
     Attributes:

@@ -13,7 +13,8 @@ from pql.nets.mlp import Reads
 class Flat:
     """Parameters of a module as views of one contiguous tensor, and their gradients as views of another.
 
-    Gradient clipping, optimiser step, Polyak averaging and weight broadcast then take one kernel each.
+    Gradient clipping, optimiser step, Polyak averaging and weight broadcast then take one kernel each. It changes the
+    module, whose parameters take no gradients unless it is trained.
 
     Attributes:
         data: [P] all parameters; a leaf tensor whose ``grad`` is [P] if the module is trained.
