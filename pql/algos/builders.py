@@ -1,20 +1,23 @@
 """Parts that families build from a config and an environment: checks, the normaliser, the replay."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, Protocol
 
 import torch
+from torch import Generator
 
-from pql.algos.registry import Setup
+from pql.algos.registry import A, Setup
 from pql.config import Config
 from pql.config.algorithms import ActorCriticConfig, ReplayAlgoConfig
 from pql.contract.env import Box, Discrete, EnvSpec, MultiDiscrete, ObsSpec
 from pql.data.frames import deepest, stored_spec
 from pql.data.normalize import Normalizer
 from pql.data.priority import least_rows
-from pql.data.replay import Replay
+from pql.data.replay import Cursor, Replay
 from pql.data.sizes import ReplayLayout, preflight
 from pql.engine.placement import available_bytes
 from pql.engine.schedule import Counts
+from pql.engine.worker import Learner, State, Tensors, Update
 from pql.errors import ConfigError
 from pql.nets.encoders import groups_of
 
@@ -35,6 +38,29 @@ def make_normalizer(setup: Setup) -> Normalizer:
         algo.return_cap if algo.normalize_reward else None,
         algo.normalize_integers,
     )
+
+
+class ReplayDraw(Protocol):
+    """Draws batches from a replay, with a worker's copies of cursor and normaliser."""
+
+    worker: ClassVar[str]
+    cursor: Cursor
+    norm: Normalizer
+
+    def __call__(self, count: int, gen: Generator) -> Iterable[Any]: ...
+
+
+def replay_learner(
+    setup: Setup[A], state: State, update: Update[Any, Any, A], draw: ReplayDraw, pulls: Tensors, publishes: Tensors
+) -> Learner:
+    """Return the learner that trains ``state`` on the batches of ``draw``.
+
+    Args:
+        pulls: copies in ``state``.
+    """
+    name, gen = draw.worker, setup.generator(draw.worker)
+    pulls = {**pulls, "norm": draw.norm.frozen(), "rows": draw.cursor.tensors()}
+    return Learner(name, state, update, setup.config.algo, draw, gen, pulls, publishes, (name,), draw.cursor.lost)
 
 
 def check_continuous(config: Config, spec: EnvSpec) -> None:

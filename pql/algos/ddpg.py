@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Generator, Tensor, nn
 
+from pql.algos.builders import replay_learner
 from pql.algos.critics import CriticState, critic_step, loss_share, make_critic_state
 from pql.algos.off_policy import OffPolicy, PolicyDraw, ValueDraw
 from pql.algos.policies import PolicyState, ensemble_value, make_follower, make_policy_network, make_policy_state
@@ -97,8 +98,8 @@ def ddpg_value_learner(setup: Setup[DdpgConfig], critic: Critic, policy: nn.Modu
     """Create the V-learner."""
     state = make_critic_state(CriticState, setup.config, critic, policy)
     source = "target_policy" if setup.config.algo.policy.target else "policy"
-    return draw.learner(
-        setup, state, ddpg_value_update, {source: Flat(policy).tensors()}, {"critic": state.critic.tensors()}
+    return replay_learner(
+        setup, state, ddpg_value_update, draw, {source: Flat(policy).tensors()}, {"critic": state.critic.tensors()}
     )
 
 
@@ -109,7 +110,7 @@ def ddpg_policy_learner(setup: Setup[DdpgConfig], policy: nn.Module, critic: Cri
     publishes = {"policy": state.policy.tensors()}
     if target is not None:
         publishes["target_policy"] = target.tensors()
-    return draw.learner(setup, state, ddpg_policy_update, {"critic": Flat(critic).tensors()}, publishes)
+    return replay_learner(setup, state, ddpg_policy_update, draw, {"critic": Flat(critic).tensors()}, publishes)
 
 
 DDPG = OffPolicy(DdpgConfig, deterministic_policy, deterministic_action, ddpg_value_learner, ddpg_policy_learner)

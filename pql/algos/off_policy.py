@@ -26,7 +26,7 @@ from pql.data.normalize import Normalizer
 from pql.data.replay import Cursor, Replay
 from pql.engine.flat import Flat
 from pql.engine.schedule import Counts, tick_counts
-from pql.engine.worker import Learner, State, Tensors, Update
+from pql.engine.worker import Learner
 from pql.errors import ConfigError
 from pql.nets.encoders import (
     Outputs,
@@ -161,18 +161,6 @@ class PolicyDraw:
     cursor: Cursor
     norm: Normalizer
     augment: Augment
-
-    def learner(
-        self, setup: Setup[A], state: State, update: Update[Any, Any, A], pulls: Tensors, publishes: Tensors
-    ) -> Learner:
-        """Return the learner that trains ``state`` on these batches.
-
-        Args:
-            pulls: copies in ``state``.
-        """
-        pulls = {**pulls, "norm": self.norm.frozen(), "rows": self.cursor.tensors()}
-        gen, name, lost = setup.generator(self.worker), self.worker, self.cursor.lost
-        return Learner(name, state, update, setup.config.algo, self, gen, pulls, publishes, (name,), lost)
 
     def __call__(self, count: int, gen: Generator) -> list[ObsBatch]:
         """Return ``count`` batches of observations [B, ...]."""

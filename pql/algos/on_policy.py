@@ -4,7 +4,7 @@ PPO and IMPALA are instances of :class:`OnPolicy`.
 """
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar, cast
@@ -20,10 +20,10 @@ from pql.config import Config
 from pql.config.algorithms import RolloutAlgoConfig, StochasticConfig
 from pql.contract.env import Box, Discrete, EnvSpec, MultiDiscrete
 from pql.data.normalize import Normalizer
-from pql.data.rollout import Rollout, Segment, View, rollout_bytes
+from pql.data.rollout import Progress, Rollout, Segment, View, rollout_bytes
 from pql.data.unrolls import FULL, Reader, Unrolls
 from pql.engine.flat import Flat
-from pql.engine.optim import Optimizer, RMSProp, RMSPropTF, make_adamw
+from pql.engine.optim import Optimizer, RMSProp, RMSPropTF, annealed, make_adamw
 from pql.engine.placement import available_bytes
 from pql.engine.schedule import Counts
 from pql.engine.worker import Learner, State, Update
@@ -108,12 +108,8 @@ def check_room(
     # One segment or several, the normalised copy, and the same amount again for a minibatch and its activations.
     need, free = (2 + parts) * rollout_bytes(spec, horizon, params_size), available_bytes(device)
     if need > free:
-        raise ConfigError(
-            setting,
-            horizon,
-            f"at most about {max(1, horizon * free // need)} with num_envs={spec.num_envs}: this needs "
-            f"{gib(need)}, {gib(free)} are free",
-        )
+        most = f"at most about {max(1, horizon * free // need)} with num_envs={spec.num_envs}"
+        raise ConfigError(setting, horizon, f"{most}: this needs {gib(need)}, {gib(free)} are free")
 
 
 def wire_on_policy(kind: OnPolicy[A], setup: Setup[A]) -> Wiring:
@@ -198,6 +194,19 @@ def make_learner(kind: OnPolicy[A], setup: Setup[A], flat: Flat, source: Source)
     )
 
 
+@torch.no_grad()
+def begin_rollout_tick(
+    now: Progress, segment: Segment, anneal_steps: int | None, rates: Sequence[tuple[Optimizer, float]]
+) -> None:
+    """Count the tick, and set the annealed learning rates of the optimisers from their first ones."""
+    now.lost += segment.lost
+    if anneal_steps is not None:
+        left = annealed(now.ticks, now.steps_per_tick, anneal_steps)
+        for optimizer, lr in rates:
+            optimizer.lr.copy_(lr * left)
+    now.ticks += 1
+
+
 def make_dist(config: Config[StochasticConfig], spec: EnvSpec) -> ActionDist:
     """Create a Gaussian for continuous actions, a categorical distribution for discrete ones, or a product of these."""
     if isinstance(spec.action, Discrete):
@@ -207,25 +216,24 @@ def make_dist(config: Config[StochasticConfig], spec: EnvSpec) -> ActionDist:
     return DiagGaussian(spec.action.size, config.algo.squash)
 
 
-def make_body(config: Config[StochasticConfig], spec: EnvSpec, which: str) -> Body | OwnBody:
+def make_body(config: Config[Any], spec: EnvSpec, which: str, lstm: int | None = None) -> Body | OwnBody:
     """Create the hidden layers of "policy" or "critic" on the observations it may use, or the custom network."""
-    algo = config.algo
-    net = algo.policy if which == "policy" else algo.critic
+    net = config.algo.policy if which == "policy" else config.algo.critic
     if net.net is not None:
         return OwnBody(custom_network(config, spec, which), read_specs(config, spec))
-    return Body(make_input(config, spec, which), make_layers(net), algo.lstm)
+    return Body(make_input(config, spec, which), make_layers(net), lstm)
 
 
 def make_stochastic_policy(config: Config[StochasticConfig], spec: EnvSpec, amp: bool = False) -> StochasticPolicy:
     """Create a freshly initialised policy network. Evaluation, loading and export compute in float32."""
-    body, dist = make_body(config, spec, "policy"), make_dist(config, spec)
+    body, dist = make_body(config, spec, "policy", config.algo.lstm), make_dist(config, spec)
     return StochasticPolicy(body, dist, config.algo.init_std, amp)
 
 
 def make_network(config: Config[StochasticConfig], spec: EnvSpec) -> ActorCritic:
     """Create freshly initialised policy and value networks."""
     policy = make_stochastic_policy(config, spec, config.algo.amp)
-    body = None if config.algo.shared else make_body(config, spec, "critic")
+    body = None if config.algo.shared else make_body(config, spec, "critic", config.algo.lstm)
     return ActorCritic(policy, StateValue(body, (body or policy.body).size))
 
 

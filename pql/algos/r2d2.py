@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Generator, Tensor
 
-from pql.algos.builders import make_normalizer, make_ring, ring_rows
+from pql.algos.builders import make_normalizer, make_ring, replay_learner, ring_rows
 from pql.algos.critics import loss_share
 from pql.algos.dqn import huber
 from pql.algos.registry import Family, Setup, Wiring
@@ -26,7 +26,6 @@ from pql.algos.value import (
     make_optimizer,
     make_rule,
     make_value_input,
-    replay_learner,
     stored_columns,
     target_updates,
     value_wiring,
@@ -174,13 +173,14 @@ def sequence_learner(
     every = target_updates(config, counts)
     state = ValueState(flat, old, make_optimizer(config, flat), Clock(device), every, ranked)
     draw = SequenceDraw(algo.batch_size, Cursor(ring.num_envs, device), norm.copy_to(device), ranked)
-    return replay_learner(setup, state, kind.update, draw)
+    return replay_learner(setup, state, kind.update, draw, {}, {"policy": [flat.data]})
 
 
 @dataclass
 class SequenceDraw:
     """Batches of normalised sequences for the V-learner, drawn by priority."""
 
+    worker: ClassVar[str] = "v"
     batch_size: int
     cursor: Cursor
     norm: Normalizer

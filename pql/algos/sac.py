@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Generator, Tensor, nn
 
+from pql.algos.builders import replay_learner
 from pql.algos.critics import CriticState, critic_step, loss_share, make_critic_state
 from pql.algos.off_policy import OffPolicy, PolicyDraw, ValueDraw, check_off_policy
 from pql.algos.policies import PolicyState, ensemble_value, make_policy_network, make_policy_state
@@ -196,8 +197,12 @@ def temperature_fields(
         flat, log_alpha = Flat(module, trained=True), module.log_alpha
         optimizer = AdamW(flat, algo.alpha_lr, betas=(algo.policy.beta1, algo.policy.beta2))
         optimizer.schedule = make_lr_schedule(algo, algo.clocked(per_update))
-    names = ("log_alpha", "temperature", "temperature_optimizer", "log_reach")
-    return dict(zip(names, (log_alpha, flat, optimizer, log_reach(setup.config, setup.spec)), strict=True))
+    return {
+        "log_alpha": log_alpha,
+        "temperature": flat,
+        "temperature_optimizer": optimizer,
+        "log_reach": log_reach(setup.config, setup.spec),
+    }
 
 
 def exchange_temperature(state: TemperatureState, pulls: Tensors, publishes: Tensors) -> None:
@@ -214,7 +219,7 @@ def sac_value_learner(setup: Setup[SacConfig], critic: Critic, policy: nn.Module
     state = make_critic_state(SacCriticState, setup.config, critic, policy, **more)
     pulls, publishes = {"policy": Flat(policy).tensors()}, {"critic": state.critic.tensors()}
     exchange_temperature(state, pulls, publishes)
-    return draw.learner(setup, state, sac_value_update, pulls, publishes)
+    return replay_learner(setup, state, sac_value_update, draw, pulls, publishes)
 
 
 def sac_policy_learner(setup: Setup[SacConfig], policy: nn.Module, critic: Critic, draw: PolicyDraw) -> Learner:
@@ -223,7 +228,7 @@ def sac_policy_learner(setup: Setup[SacConfig], policy: nn.Module, critic: Criti
     state = make_policy_state(SacPolicyState, setup.config, policy, critic, **more)
     pulls, publishes = {"critic": Flat(critic).tensors()}, {"policy": state.policy.tensors()}
     exchange_temperature(state, pulls, publishes)
-    return draw.learner(setup, state, sac_policy_update, pulls, publishes)
+    return replay_learner(setup, state, sac_policy_update, draw, pulls, publishes)
 
 
 FAMILY = replace(

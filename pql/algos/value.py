@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from math import gcd
-from typing import Any, Protocol, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Generator
 
-from pql.algos.builders import advice, make_normalizer, make_ring, ring_rows
+from pql.algos.builders import advice, make_normalizer, make_ring, replay_learner, ring_rows
 from pql.algos.registry import A, Family, Setup, Wiring
 from pql.collect.actors import EpsilonActor
 from pql.collect.collector import Collector
@@ -31,7 +31,7 @@ from pql.data.replay import Cursor, Replay
 from pql.engine.flat import Flat
 from pql.engine.optim import Clock, Optimizer, RMSProp, make_adamw, make_lr_schedule
 from pql.engine.schedule import LONGEST_HORIZON, Counts
-from pql.engine.worker import Learner, State, Tensors, Update
+from pql.engine.worker import Learner, State, Update
 from pql.errors import ConfigError
 from pql.nets.actor_critic import OwnBody
 from pql.nets.encoders import custom_network, groups_of, make_input, make_layers, read_specs
@@ -172,32 +172,17 @@ def make_q_learner(kind: ValueBased, setup: Setup[DqnConfig], net: QNetwork, nor
     ring.constants(algo.n_step, algo.gamma)  # the copy to the device would stall the first tick
     cursor, norm = Cursor(ring.num_envs, device), norm.copy_to(device)
     draw = TransitionDraw(algo, ring, cursor, norm, ranked)
-    learner = replay_learner(setup, state, kind.update, draw)
+    learner = replay_learner(setup, state, kind.update, draw, {}, {"policy": [flat.data]})
     if ranked is not None:
         learner.begin, learner.rest = partial(ranked.begin, cursor), partial(ranked.open, cursor, norm.reward_scale)
     return learner
-
-
-def replay_learner(setup: Setup[Any], state: ValueState, update: Update[Any, Any, Any], draw: "ReplayDraw") -> Learner:
-    """Return the V-learner that trains ``state`` on the batches of ``draw``."""
-    pulls, gen, cursor = {"norm": draw.norm.frozen(), "rows": draw.cursor.tensors()}, setup.generator("v"), draw.cursor
-    publishes: Tensors = {"policy": [state.q.data]}
-    return Learner("v", state, update, setup.config.algo, draw, gen, pulls, publishes, ("v",), cursor.lost)
-
-
-class ReplayDraw(Protocol):
-    """Draws batches from a replay, with the V-learner's copies of cursor and normaliser."""
-
-    cursor: Cursor
-    norm: Normalizer
-
-    def __call__(self, count: int, gen: Generator) -> Iterator[Any]: ...
 
 
 @dataclass
 class TransitionDraw:
     """Batches of normalised n-step transitions for the V-learner, drawn uniformly or by priority."""
 
+    worker: ClassVar[str] = "v"
     algo: DqnConfig
     ring: Replay
     cursor: Cursor

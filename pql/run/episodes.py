@@ -76,7 +76,7 @@ class StoppedError(Exception):
 
 @dataclass(frozen=True)
 class EpisodeRules:
-    """Which episodes count, and how the policy acts in them.
+    """Rules of an evaluation: the episodes that count, and how the policy acts in them.
 
     Attributes:
         episodes: number in all; None: the first of every environment.

@@ -66,10 +66,8 @@ def batches(gen):
 class NoDraw:
     """Takes the place of a learner's draw: these tests pass their own batches."""
 
-    replay = SimpleNamespace(device=CPU)
-
-    def learner(self, setup, state, update, pulls, publishes):
-        return SimpleNamespace(state=state, update=update, settings=setup.config.algo)
+    worker, replay = "v", SimpleNamespace(device=CPU)
+    norm, cursor = SimpleNamespace(frozen=list), SimpleNamespace(tensors=list, lost=None)
 
 
 def learners(*words, spec=SPEC):
@@ -79,7 +77,7 @@ def learners(*words, spec=SPEC):
     policy, critic = (net.double() for net in make_networks(config, spec, 3))
     lend_encoder(critic, policy)
     kind = family_of(config).wire.args[0]
-    setup = SimpleNamespace(config=config, spec=spec)
+    setup = SimpleNamespace(config=config, spec=spec, generator=lambda worker: None)
     value = kind.value_learner(setup, copy.deepcopy(critic), copy.deepcopy(policy), NoDraw())
     improve = kind.policy_learner(setup, policy, critic, NoDraw())
     for state in (value.state, improve.state):

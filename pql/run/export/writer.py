@@ -294,7 +294,7 @@ def difference(policy: Policy, model: Deployed, metadata: Mapping[str, Any], fun
 
 
 def _read(path: Path) -> Function:
-    """Open a file as whoever gets it: an ``.onnx`` without trust."""
+    """Open a file as its recipient does: an ``.onnx`` without trust."""
     return open_export(path, torch.device("cpu"), trust=path.suffix == ".pt2")[0]
 
 

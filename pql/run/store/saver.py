@@ -27,7 +27,7 @@ Job = Callable[[], object]
 
 class Saver:
     """Writes checkpoints, one at a time. Call its methods from one thread only. ``limit``: time without progress after
-    which a write counts as hung, by whoever waits for it; None: no limit."""
+    which a write counts as hung, by the thread that waits for it; None: no limit."""
 
     def __init__(self, limit: Limit | None = None) -> None:
         self.limit = limit or Limit(math.inf, "")
