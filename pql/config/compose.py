@@ -30,11 +30,7 @@ SEVERAL = " (pql train -m takes several)"
 
 
 def split_word(word: str) -> tuple[str, str]:
-    """Split ``key=value`` into key and text of the value.
-
-    Raises:
-        ConfigError: no such form, or no value.
-    """
+    """Split ``key=value`` into key and text of the value. Raises ``ConfigError``: no such form, or no value."""
     key, equals, text = word.partition("=")
     key, text = key.strip().lstrip("+"), text.strip()
     if not (key and equals):
@@ -45,11 +41,7 @@ def split_word(word: str) -> tuple[str, str]:
 
 
 def parse_override(key: str, text: str) -> Any:
-    """Parse the text of a value into Hydra's ``Override``.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
+    """Parse the text of a value into Hydra's ``Override``. Raises ``ConfigError``: it cannot be read."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -65,11 +57,8 @@ NAMED = {"true": True, "false": False, "null": None}
 
 
 def parse_word(word: str, text_keys: Sequence[str] = ()) -> tuple[str, Any]:
-    """Parse ``key=value`` with Hydra's grammar; values of ``text_keys`` need no quotes.
-
-    Raises:
-        ConfigError: no such form, no value, or one that cannot be read.
-    """
+    """Parse ``key=value`` with Hydra's grammar; values of ``text_keys`` need no quotes. Raises ``ConfigError``: no such
+    form, no value, or one that cannot be read."""
     key, text = split_word(word)
     if key in text_keys and text != "null" and text[0] not in "'\"":
         return key, text
@@ -123,11 +112,8 @@ def parse_words(words: Sequence[str], known: Iterable[str]) -> tuple[dict[str, s
 
 
 def words_of(settings: Iterable[str | Mapping[str, Any]]) -> list[str]:
-    """Return overrides as ``key=value`` texts; dicts may be nested or have dotted names.
-
-    Raises:
-        ConfigError: something else.
-    """
+    """Return overrides as ``key=value`` texts; dicts may be nested or have dotted names. Raises ``ConfigError``:
+    something else."""
     words: list[str] = []
     for one in settings:
         if isinstance(one, Mapping):
@@ -140,11 +126,7 @@ def words_of(settings: Iterable[str | Mapping[str, Any]]) -> list[str]:
 
 
 def in_words(key: str, value: Any) -> str:
-    """Return a Python value in the command line's grammar.
-
-    Raises:
-        ConfigError: it has no such form.
-    """
+    """Return a Python value in the command line's grammar. Raises ``ConfigError``: it has no such form."""
     if value is None or isinstance(value, bool | int | float):
         return show(value)
     if isinstance(value, str | Path):  # quotes are escaped, and backslashes where they stand before one
@@ -234,10 +216,8 @@ def trace(overrides: Sequence[str], resolve: Callable[[str], str] | None = None)
 
 
 def preset_settings(layers: Sequence[Layer]) -> Config:
-    """Return the settings of the layers of :func:`trace` without those of the command line; not checked.
-
-    ``task.name`` is "" where only the command line names the simulator.
-    """
+    """Return the settings of the layers of :func:`trace` without those of the command line; not checked. ``task.name``
+    is "" where only the command line names the simulator."""
     schema = {k: v for k, v in to_dict(Config()).items() if k != "algo"}
     data = resolved(reduce(overlaid, (layer.tree for layer in layers[:-1]), schema), {})
     return from_dict(overlaid(data, {} if data["task"]["name"] else {"task": {"name": ""}}))
@@ -247,11 +227,8 @@ OF_A_REPLAY = ("replay.capacity", "replay.dtype")  # prefill and save are always
 
 
 def check_read(config: Config, names: Iterable[str]) -> None:
-    """Refuse explicitly given settings that the run does not read.
-
-    Raises:
-        ConfigError: names the first, and the condition under which it is read.
-    """
+    """Refuse explicitly given settings that the run does not read. Raises ``ConfigError``: names the first, and the
+    condition under which it is read."""
     found = {one.name: one for one in settings(config)}
     for name in names:
         if config.algo.data == "rollout" and name in OF_A_REPLAY:
@@ -281,11 +258,8 @@ RESUMABLE_TOO = ("replay.save",)
 
 
 def merge_layers(layers: Sequence[Layer], given: Mapping[str, Any]) -> Config:
-    """Return the merged settings of the layers, interpolated and checked.
-
-    Args:
-        given: settings of the last layer, the command line, by name.
-    """
+    """Return the merged settings of the layers, interpolated and checked. ``given``: settings of the last layer, the
+    command line, by name."""
     schema = {k: v for k, v in to_dict(Config()).items() if k != "algo"}
     *below, words = (layer.tree for layer in layers)
     presets = reduce(overlaid, below, schema)
@@ -316,13 +290,8 @@ def overlaid(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, An
 
 
 def resolved(tree: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with their interpolations (``${budget.env_steps}``) replaced by values.
-
-    Args:
-        given: settings of the command line by name, for messages.
-    Raises:
-        ConfigError: an interpolation that cannot be resolved.
-    """
+    """Return settings with their interpolations (``${budget.env_steps}``) replaced by values. ``given``: settings of
+    the command line by name, for messages. Raises ``ConfigError``: an interpolation that cannot be resolved."""
     if not any(isinstance(value, str) and "${" in value for _, value in walk(tree)):
         return tree  # OmegaConf is slow
     from omegaconf import OmegaConf

@@ -167,11 +167,9 @@ CONDITION = re.compile(r"(?P<name>[\w.]+?)(?P<test>=|>|$)(?P<values>.*)")
 
 
 def is_read(config: Any, found: Setting) -> bool:
-    """Return True if a setting's condition holds.
-
-    A condition is ``name`` (neither null nor false), ``name=a|b`` (one of these) or ``name>0``; ``name`` is a field of
-    the same record, or, with a dot at the beginning, a dotted name from the root: ``.algo.optimizer=adam``.
-    """
+    """Return True if a setting's condition holds. A condition is ``name`` (neither null nor false), ``name=a|b`` (one
+    of these) or ``name>0``; ``name`` is a field of the same record, or, with a dot at the beginning, a dotted name from
+    the root: ``.algo.optimizer=adam``."""
     if not found.declaration.when:
         return True
     value = _condition(config, found)

@@ -37,9 +37,7 @@ def ended(step: Step) -> Tensor:
 
 def continues(row: Row) -> Tensor:
     """Return [N] bool: rows with ``terminated`` whose episode continues (a lost life, if ``spec.info`` declares it).
-
-    Under next-step autoreset such a row is recognised by the missing filler row after it.
-    """
+    Under next-step autoreset such a row is recognised by the missing filler row after it."""
     if not row.spec.info.get("lost_life"):
         return torch.zeros_like(row.step.first)
     return row.step.terminated & (row.next_valid if row.spec.autoreset == "next_step" else ~row.step.first)

@@ -54,7 +54,6 @@ class TorchEnv:
         max_episode_steps: time limit in steps; None: the task's (``time_limit``).
         stagger: start the first episodes at random points of the time limit, so that not all environments are
             truncated on the same step.
-
     Raises:
         ConfigError: a size that is not a positive whole number.
     """

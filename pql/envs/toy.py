@@ -260,11 +260,7 @@ class LQR(TorchEnv):
 
     def optimal_gain(self, gamma: float) -> Tensor:
         """Return K of the optimal policy u = -K x, [2, 4] float64, by iterating the Riccati equation to its fixed
-        point.
-
-        Raises:
-            ConfigError: gamma outside [0, 1].
-        """
+        point. Raises ``ConfigError``: gamma outside [0, 1]."""
         if not 0 <= gamma <= 1:
             raise ConfigError("gamma", gamma, "a discount in [0, 1]")
         A, B, P = self.A, self.B, self.Q
@@ -300,7 +296,6 @@ class LQR(TorchEnv):
 
         Args:
             obs: [..., 4]; action: [..., 2] in [-1, 1].
-
         Returns:
             [...] float64.
         """

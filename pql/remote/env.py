@@ -53,7 +53,6 @@ class Remote:
         start_seconds: time limit of a reset and of an actor's first step.
         eval_envs: number of additional slots for evaluation (``pql actor --role eval``).
         task: task name and settings, shown in the command line suggested for starting actors.
-
     Raises:
         ConfigError: an invalid address, or one that other machines can reach without token and TLS.
         RunError: no actor within ``timeout`` seconds.
@@ -217,11 +216,8 @@ class SlotEnv:
         return answers
 
     def check_alive(self) -> None:
-        """Report once if no actor is connected.
-
-        Raises:
-            RunError: none has been connected for ``timeout`` seconds, or the table was closed.
-        """
+        """Report once if no actor is connected. Raises ``RunError``: none has been connected for ``timeout`` seconds,
+        or the table was closed."""
         touch()  # this wait has its own time limit
         if self.table.closed or not self.server.alive:
             raise RunError("the server for remote actors was closed")

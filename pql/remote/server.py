@@ -78,12 +78,10 @@ class ActorServer:
         step_seconds: time limit of a step; an actor that exceeds it is disconnected, even if its machine answers
             pings. The first step and a reset may take ``start_seconds``.
         tell: called with each message for the user.
-
     Attributes:
         address: the address, with the actual port.
         facts: specification of the first actor.
         known: event that is set once ``facts`` is.
-
     Raises:
         ConfigError: it cannot listen on the address, other machines can reach it without token and TLS, or this process
             may open too few files.
@@ -290,11 +288,8 @@ def say_server(line: str) -> None:
 
 
 def check_safe(address: str, token: str | None, cert: Path | None, key: Path | None) -> grpc.ServerCredentials | None:
-    """Return the TLS credentials, None without TLS.
-
-    Raises:
-        ConfigError: other machines can reach the address and token or TLS is missing; or a PEM file is unreadable.
-    """
+    """Return the TLS credentials, None without TLS. Raises ``ConfigError``: other machines can reach the address and
+    token or TLS is missing; or a PEM file is unreadable."""
     if (cert is None) != (key is None):
         raise ConfigError("cert" if cert is None else "key", None, "a file: TLS needs both cert and key")
     if not address.startswith(LOOPBACK):

@@ -312,10 +312,7 @@ class ReppoConfig(RolloutAlgoConfig):
         replaces=("n_step",),
     )
     kl_bound: float = setting(
-        0.1,
-        "KL(policy that acted || policy) of a row above which its loss is beta times the KL.",
-        above=0,
-        high=100,
+        0.1, "KL(policy that acted || policy) of a row above which its loss is beta times the KL.", above=0, high=100
     )
     kl_samples: int | None = setting(
         None, "Actions that estimate the KL of a row; null: the exact KL.", low=1, high=1000

@@ -81,7 +81,6 @@ def dmlab(
         renderer: ``software``, or ``hardware`` (EGL).
         cache: folder for compiled maps, which many levels build for every episode; several runs may share it.
         settings: the simulator's settings: ``datasetPath``, ``mixerSeed``, ``allowHoldOutLevels``, ...
-
     Raises:
         ConfigError: the simulator is not installed, or refuses the level or a setting.
     """

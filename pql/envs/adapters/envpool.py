@@ -35,7 +35,6 @@ class EnvpoolVec:
         id: EnvPool's name of the task.
         threads: threads that step the environments; None or 0: one per core.
         kwargs: further keywords of ``envpool.make``, such as ``max_episode_steps``.
-
     Raises:
         ConfigError: no such task, a keyword that it does not accept, or an unsupported space.
     """

@@ -41,7 +41,6 @@ class GymnasiumVec:
         num_envs: N.
         device: where the tensors go; the environments run on the host.
         keywords: fields of :class:`GymnasiumSettings`.
-
     Raises:
         ConfigError: unknown id, unsupported space, or a value out of range.
     """
@@ -55,11 +54,8 @@ class GymnasiumVec:
 
     @classmethod
     def of(cls, envs: VectorEnv, device: str | torch.device = "cpu") -> "GymnasiumVec":
-        """Return the environments of a ``gymnasium.vector.VectorEnv``, which this object owns.
-
-        Raises:
-            ConfigError: an unsupported space or autoreset mode.
-        """
+        """Return the environments of a ``gymnasium.vector.VectorEnv``, which this object owns. Raises ``ConfigError``:
+        an unsupported space or autoreset mode."""
         self = cls.__new__(cls)
         facts = facts_of_vector(envs, "env", type(envs.unwrapped).__name__)
         self._hold(Copies(envs, facts), torch.device(device))
@@ -77,10 +73,8 @@ class GymnasiumVec:
 
     @classmethod
     def describe(cls, num_envs: int = 64, device: str | torch.device = "cpu", **keywords: Any) -> EnvSpec | None:
-        """Return the ``EnvSpec`` of an environment with these arguments; makes one copy to read its spaces.
-
-        None with ``vector_entry_point``, which may be a simulator that a process can hold only once.
-        """
+        """Return the ``EnvSpec`` of an environment with these arguments; makes one copy to read its spaces. None with
+        ``vector_entry_point``, which may be a simulator that a process can hold only once."""
         settings = GymnasiumSettings(**keywords)
         check_settings(num_envs, settings)
         if settings.vectorization == OWN:
@@ -122,11 +116,8 @@ class GymnasiumVec:
         return Step(sent, reward_sent, flags[0], flags[1], flags[2], final or dict(sent), flags[4], flags[3], {})
 
     def render(self, index: int = 0, width: int | None = None, height: int | None = None) -> np.ndarray:
-        """Render copy ``index``, uint8 [H, W, 3], in the environment's own size.
-
-        Raises:
-            ConfigError: a size is asked for, or the environment was not built with ``render_mode=rgb_array``.
-        """
+        """Render copy ``index``, uint8 [H, W, 3], in the environment's own size. Raises ``ConfigError``: a size is
+        asked for, or the environment was not built with ``render_mode=rgb_array``."""
         for setting, value in (("width", width), ("height", height)):
             if value is not None:
                 raise ConfigError(setting, value, f"none: {self.spec.name} renders at a fixed size")

@@ -47,7 +47,6 @@ def isaacgym(
         overrides: overrides of IsaacGymEnvs' configuration, ``task.env.episodeLength=500``.
         timing: timing of its resets; None: the known one for the task.
         random_lengths: start the first episodes at random points of the time limit, so that they do not end together.
-
     Raises:
         ConfigError: no such task or timing, or random lengths where all environments must begin together.
     """

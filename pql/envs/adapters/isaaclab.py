@@ -58,7 +58,6 @@ def isaaclab(
         random_lengths: start the first episodes at random points of the time limit, so that they do not end together.
         cameras: enable rendering, for camera observations.
         presets: names of configuration variants such as ``newton_mjwarp`` (3.0 only); default: the task's.
-
     Raises:
         ConfigError: an unknown task, a setting that the configuration does not have, or one that this version of Isaac
             Lab does not support.
@@ -127,11 +126,8 @@ def _start_3(running: ExitStack, wanted: Wanted) -> tuple[str, Any]:
 
 
 def registered(task: str) -> str:
-    """Return the gymnasium id of ``task``, which may be given with or without ``-v0``.
-
-    Raises:
-        ConfigError: neither is registered.
-    """
+    """Return the gymnasium id of ``task``, which may be given with or without ``-v0``. Raises ``ConfigError``: neither
+    is registered."""
     import gymnasium
 
     for name in (task, f"{task}-v0", task.removesuffix("-v0")):

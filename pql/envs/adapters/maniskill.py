@@ -34,7 +34,6 @@ def maniskill(
         task: its gymnasium id.
         settings: keywords of ``gymnasium.make``: ``obs_mode``, ``control_mode``, ``reward_mode``, ``render_backend``.
         random_lengths: start the first episodes at random points of the time limit, so that they do not end together.
-
     Raises:
         ConfigError: more environments than the CPU simulation supports, or no Vulkan driver.
     """

@@ -39,7 +39,6 @@ def mjlab(
             the joints'.
         settings: attributes of its configuration, by dotted name: ``{"episode_length_s": 10.0}``.
         random_lengths: start the first episodes at random points of the time limit, so that they do not end together.
-
     Raises:
         ConfigError: no such task, or a setting that its configuration does not have.
     """

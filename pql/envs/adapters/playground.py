@@ -33,7 +33,6 @@ class PlaygroundVec:
         settings: its configuration, by dotted name; ``{"impl": "jax"}`` on a machine without a GPU.
         episode_length: time limit in steps; None: the task's.
         full_reset: start every episode in a new state.
-
     Raises:
         ConfigError: no such environment or setting, a number out of range, or JAX is on another kind of device.
     """

@@ -96,11 +96,8 @@ class Maker:
 
 
 def scaled(task: type[Task], action_scale: float | str | None) -> type[Task]:
-    """Return ``task`` with ``action_scale`` as its class constant (None: unchanged).
-
-    Raises:
-        ConfigError: neither a number above 0 nor ``limits``, or a task whose actions are not servo targets.
-    """
+    """Return ``task`` with ``action_scale`` as its class constant (None: unchanged). Raises ``ConfigError``: neither a
+    number above 0 nor ``limits``, or a task whose actions are not servo targets."""
     if action_scale is None:
         return task
     if not issubclass(task, Velocity):

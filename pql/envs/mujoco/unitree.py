@@ -100,9 +100,7 @@ HIP, CALF = servo(0.004026312, 23.7), servo(0.009059202, 35.55)  # a rotor of 1.
 
 class Go1(Unitree):
     """Go1: 48 observations, 12 actions (joint targets, up to ``action_scale`` times .37 rad from the pose; calves .25).
-
-    An episode ends where trunk or thighs touch the ground.
-    """
+    An episode ends where trunk or thighs touch the ground."""
 
     name = "go1_velocity"
     contacts = (9, 34)
@@ -158,10 +156,8 @@ PARTS = {
 
 
 class G1(Unitree):
-    """G1: 99 observations, 29 actions (joint targets, up to ``action_scale`` times .07 to .55 rad from the pose).
-
-    An episode ends where other parts than feet and arms touch the ground.
-    """
+    """G1: 99 observations, 29 actions (joint targets, up to ``action_scale`` times .07 to .55 rad from the pose). An
+    episode ends where other parts than feet and arms touch the ground."""
 
     name = "g1_velocity"
     contacts = (9, 29)

@@ -12,10 +12,7 @@ from pql.envs.atari_core import AtariSimSettings, Consoles
 
 class AtariSim:
     """``num_envs`` consoles with one game; settings as in ``pql.envs.atari.AtariVec``. Fields are arrays [N, ...].
-
-    Raises:
-        ConfigError: unknown game, or a value out of range.
-    """
+    Raises ``ConfigError``: unknown game, or a value out of range."""
 
     @takes(AtariSimSettings)
     def __init__(self, num_envs: int, device: Any = "cpu", **keywords: Any):

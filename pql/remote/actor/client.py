@@ -66,7 +66,6 @@ class Alarm:
 
     Args:
         cancel: ends the stream; called by another thread.
-
     Attributes:
         rang: the stream was ended.
         seconds: the limit of the last read.
@@ -111,7 +110,6 @@ class ActorClient:
         patience: seconds without a learner after which it gives up; None: never.
         tell: called with each message for the user.
         leave: set by another thread to make the actor leave at the learner's next request.
-
     Attributes:
         steps: steps so far, per environment.
         admitted: number of admissions by a learner.

@@ -74,11 +74,7 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 
 def setup_of(args: argparse.Namespace) -> ActorOptions:
-    """Check the options and read their files.
-
-    Raises:
-        ConfigError: an invalid option or an unreadable file.
-    """
+    """Check the options and read their files. Raises ``ConfigError``: an invalid option or an unreadable file."""
     check_setup(args)
     token = read_token("--token-file", args.token_file)
     ca = None if args.ca is None else read_file("--ca", args.ca, CERTIFICATE)
@@ -89,11 +85,8 @@ def setup_of(args: argparse.Namespace) -> ActorOptions:
 def make_actor_client(
     setup: ActorOptions, tell: Callable[[str], None] | None = None, leave: threading.Event | None = None
 ) -> "ActorClient":
-    """Build the simulator and its actor. ``tell`` and ``leave`` are passed to the actor.
-
-    Raises:
-        ConfigError: no such simulator, or packages are missing.
-    """
+    """Build the simulator and its actor. ``tell`` and ``leave`` are passed to the actor. Raises ``ConfigError``: no
+    such simulator, or packages are missing."""
     try:
         from pql.remote.actor.client import ActorClient
     except ModuleNotFoundError as error:

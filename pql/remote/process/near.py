@@ -46,10 +46,8 @@ class ProcessVec:
         threads: threads of the child's numerical libraries.
         approve: called with the specification before the simulator is built, if its factory has ``describe``; an
             exception that it raises ends the process.
-
     Attributes:
         crossing: kind of shared memory; on CUDA devices with the reason if it is host memory.
-
     Raises:
         ConfigError: no such interpreter or simulator, or a rejected keyword or value.
         RunError: the simulator failed to start.
@@ -144,10 +142,8 @@ class ProcessVec:
         self._far.wake()
 
     def result(self) -> Step:
-        """Wait for the step that was started. Fields are new tensors [N, ...].
-
-        Exception: if no episode ended or began, the flags are constant tensors, which callers must not modify.
-        """
+        """Wait for the step that was started. Fields are new tensors [N, ...]. Exception: if no episode ended or began,
+        the flags are constant tensors, which callers must not modify."""
         eventful = self._far.stepped(*self._patience)
         self._patience = (self._seconds, "step_seconds")
         flags = self._readers["flags"]().unbind(0) if eventful else self._ordinary

@@ -75,11 +75,8 @@ def _foot(spec: mujoco.MjSpec, side: str) -> None:
 
 class IsaacHumanoid(Runner):
     """Humanoid: 108 observations, 21 actions (torques of up to 22.5 to 135 Nm); runs towards a point far away on the x
-    axis.
-
-    Observations as in :class:`.run.Runner`: angles in [-pi, pi], the motors' torques, the net force and torque on
-    each foot about its body's origin. An episode ends where the torso is below 0.8 m.
-    """
+    axis. Observations as in :class:`.run.Runner`: angles in [-pi, pi], the motors' torques, the net force and torque on
+    each foot about its body's origin. An episode ends where the torso is below 0.8 m."""
 
     name = "isaac_humanoid"
     contacts = (18, 36)

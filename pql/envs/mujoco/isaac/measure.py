@@ -58,10 +58,8 @@ def conjugate(quat: Tensor) -> Tensor:
 
 
 def into(matrix: Tensor, vector: Tensor) -> Tensor:
-    """Rotate world vectors [..., 3] into the frame of ``matrix`` [..., 3, 3] (body to world): by its transpose.
-
-    Like ``times``, but term by term: a sum over an axis of three is several times slower on a CPU.
-    """
+    """Rotate world vectors [..., 3] into the frame of ``matrix`` [..., 3, 3] (body to world): by its transpose. Like
+    ``times``, but term by term: a sum over an axis of three is several times slower on a CPU."""
     x, y, z = vector.split(1, -1)
     first, second, third = matrix.unbind(-2)
     return torch.addcmul(torch.addcmul(x * first, y, second), z, third)
