@@ -32,6 +32,7 @@ change, images).
 """
 
 import warnings
+from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
 import mujoco
@@ -202,6 +203,20 @@ class Task:
     def show(self, data: mujoco.MjData, memory: Memory) -> None:
         """Write visual-only bodies, such as a goal's ``mocap`` body, into ``data`` before one environment is rendered;
         ``memory`` [...] is its row."""
+
+
+def add_servo(spec: mujoco.MjSpec, joint: str, span: Sequence[float], effort: float, kp: float, kv: float) -> None:
+    """Add a servo with targets in ``span``: force = kp (target - position) - kv velocity, within +-``effort``."""
+    motor = spec.add_actuator(
+        name=joint,
+        target=joint,
+        trntype=mujoco.mjtTrn.mjTRN_JOINT,
+        ctrlrange=span,
+        ctrllimited=True,
+        forcerange=[-effort, effort],
+        forcelimited=True,
+    )
+    motor.set_to_position(kp=kp, kv=kv)
 
 
 def check_model(task: type[Task], model: str | None) -> str:

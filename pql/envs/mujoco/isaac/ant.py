@@ -22,10 +22,8 @@ class IsaacAnt(Runner):
     Observations as in :class:`.run.Runner`: yaw and roll in [0, 2 pi), the net force and torque on each foot about its
     ankle. An episode ends where the torso is below 0.31 m."""
 
-    name = "isaac_ant"
-    contacts = (9, 36)
-    obs_size = 60
-    action_size = 8
+    name, contacts = "isaac_ant", (9, 36)
+    obs_size, action_size = 60, 8
     links = FEET
     height, lowest, death, alive = 0.44, 0.31, -2.0, 0.5
     pace = 0.2

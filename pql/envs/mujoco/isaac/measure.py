@@ -1,5 +1,6 @@
 """Measurements shared by the Isaac Gym tasks: rotations, scaled joint positions, wrenches on a link."""
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import mujoco
@@ -75,6 +76,13 @@ def unscale(q: Tensor, low: Tensor, high: Tensor) -> Tensor:
     return (2 * q - low - high) / (high - low)
 
 
+def add_sensors(spec: mujoco.MjSpec, kinds: Sequence[str], of: mujoco.mjtObj, name: str, label: str = "") -> None:
+    """Add sensors of ``kinds`` on object ``name`` of type ``of``; they are called ``name kind`` + ``label``."""
+    for kind in kinds:
+        sensor = getattr(mujoco.mjtSensor, f"mjSENS_{kind.upper()}")
+        spec.add_sensor(name=f"{name} {kind}{label}", type=sensor, objtype=of, objname=name)
+
+
 class Wrench:
     """The net wrench on a link, as Isaac Gym's force sensors report it: zero at rest, gravity included.
 
@@ -107,13 +115,7 @@ class Wrench:
     @classmethod
     def sense(cls, spec: mujoco.MjSpec, link: str) -> None:
         """Add the sensors for ``link``; acceleration is measured at the centre of mass (``objtype`` body)."""
-        for kind in cls.KINDS:
-            spec.add_sensor(
-                name=f"{link} {kind}",
-                type=getattr(mujoco.mjtSensor, f"mjSENS_{kind.upper()}"),
-                objtype=mujoco.mjtObj.mjOBJ_BODY,
-                objname=link,
-            )
+        add_sensors(spec, cls.KINDS, mujoco.mjtObj.mjOBJ_BODY, link)
 
     def read(self, fields: Fields) -> tuple[Tensor, Tensor]:
         """Return force [N, K, 3] and torque about the centre of mass [N, K, 3], both in the link's frame."""
