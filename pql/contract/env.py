@@ -247,11 +247,6 @@ class VecEnv(Protocol):
         ...
 
 
-EnvFactory = Callable[..., VecEnv]
-"""``factory(num_envs, device, **kwargs) -> VecEnv``. An optional attribute ``describe`` of the same signature returns
-the ``EnvSpec`` without starting the simulator, so that memory use can be checked first; None: it cannot tell."""
-
-
 def capturable(env: VecEnv) -> bool:
     """Return True if ``env.step`` can be captured in a CUDA graph; see ``pql.contract.optional``. A class that
     overrides methods of a capturable one must declare it anew: Python code of its own would run only while the graph is

@@ -82,9 +82,8 @@ def find_factory(name: str) -> Any:
         extra = EXTRA_OF.get(module)
         if extra is None or (error.name or "").startswith("pql"):
             raise
-        raise ConfigError(
-            "task", name, f"the package {error.name!r}, which is not installed: pip install 'pql-rl[{extra}]'"
-        ) from error
+        needed = f"the package {error.name!r}, which is not installed: pip install 'pql-rl[{extra}]'"
+        raise ConfigError("task", name, needed) from error
 
 
 def import_name(setting: str, name: str) -> Any:

@@ -85,11 +85,6 @@ def tensors(step: Step) -> Iterator[tuple[str, Tensor]]:
             yield name, value
 
 
-def clone(step: Step) -> Step:
-    """Copy every tensor of a step."""
-    return step.map(torch.clone)
-
-
 # --- rules on one step: "" if it holds, else the message ----------------------------------------------------------
 
 
@@ -196,9 +191,8 @@ def first(row: Row) -> str:
     rows = "a row that ends an episode" if same else "the filler row after an episode's end"
     if (bad & begins).any():
         return f"first is missing on {rows}{where(bad & begins)}"
-    return (
-        f"first is set on other than {rows}{where(bad)}; declare spec.info['restarts'] if the simulator restarts itself"
-    )
+    declare = "declare spec.info['restarts'] if the simulator restarts itself"
+    return f"first is set on other than {rows}{where(bad)}; {declare}"
 
 
 def filler(row: Row) -> str:
@@ -254,14 +248,5 @@ def stack_fault(name: str, obs: Obs, before: Obs, begins: Tensor, asked: Tensor,
     return ""
 
 
-STEP_RULES: dict[str, Callable[[Row], str]] = {
-    "finite": finite,
-    "disjoint": disjoint,
-    "final_obs": final_obs,
-    "final_ok": final_ok,
-    "first": first,
-    "filler": filler,
-    "filler_flags": filler_flags,
-    "time_limit": time_limit,
-    "stack": stack,
-}
+_RULES = (finite, disjoint, final_obs, final_ok, first, filler, filler_flags, time_limit, stack)
+STEP_RULES: dict[str, Callable[[Row], str]] = {rule.__name__: rule for rule in _RULES}

@@ -34,6 +34,14 @@ LARGEST = 64 << 20  # bytes of a message; the transport refuses a larger one bef
 LARGEST_JSON = 64 << 10
 FLAGS = ("terminated", "truncated", "first", "valid", "final_ok")  # bits of a row's flags, lowest first
 TYPES = ("float32", "uint8", "int8", "int16", "int32", "int64", "bool")  # of observations
+SIZES = (("grpc.max_receive_message_length", LARGEST), ("grpc.max_send_message_length", LARGEST))
+KEEPALIVE = (  # pings of either side detect a stopped process or a broken connection after 10 s + 5 s
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
 LOOPBACK = ("127.", "localhost:", "[::1]:", "unix:")  # prefixes of addresses that only this machine can reach
 
 Arrays = dict[str, np.ndarray]
@@ -93,10 +101,8 @@ def expect(frame: Frame, kind: int, run_id: int, seq: int) -> Frame:
     """Return ``frame`` after checking its kind, run id and sequence number. Raises ``ProtocolError``: one of them
     differs."""
     if (frame.kind, frame.run_id, frame.seq) != (kind, run_id, seq):
-        raise ProtocolError(
-            f"frame {frame.kind} of run {frame.run_id:x}, number {frame.seq}: expected frame {kind} of run "
-            f"{run_id:x}, number {seq}"
-        )
+        got, wanted = (f"frame {k} of run {r:x}, number {s}" for k, r, s in (frame[:3], (kind, run_id, seq)))
+        raise ProtocolError(f"{got}: expected {wanted}")
     return frame
 
 
@@ -220,10 +226,8 @@ class Layout:
         largest = HEADER.size + self.count * (2 * self.row_bytes + 9 + 4 * self.terms) + 4
         if largest > LARGEST:
             fit = int(self.count * LARGEST / largest)
-            raise ProtocolError(
-                f"a step of {self.count} environments may take {largest} bytes, a message at most "
-                f"{LARGEST}: at most {fit} environments an actor"
-            )
+            what = f"a step of {self.count} environments may take {largest} bytes, a message at most {LARGEST}"
+            raise ProtocolError(f"{what}: at most {fit} environments an actor")
 
     def pack_obs(self, run_id: int, seq: int, obs: Mapping[str, np.ndarray]) -> bytes:
         """Return an OBS message of first observations [K, ...], newest frames only."""
@@ -235,19 +239,9 @@ class Layout:
         log = [np.ascontiguousarray(v, "<f4") for v in step.log.values()]
         ended = np.flatnonzero(np.asarray(step.first) & np.asarray(step.valid)).astype("<u4")
         finals = self._obs_parts({k: v[ended] for k, v in step.final_obs.items()}) if len(ended) else []
-        reward = np.ascontiguousarray(step.reward, "<f4")
-        return pack(
-            STEP,
-            run_id,
-            seq,
-            reward,
-            *log,
-            np.ascontiguousarray(flags),
-            *self._obs_parts(step.obs),
-            np.uint32(len(ended)).tobytes(),
-            ended,
-            *finals,
-        )
+        rows = [np.ascontiguousarray(step.reward, "<f4"), *log, np.ascontiguousarray(flags)]
+        ends = [np.uint32(len(ended)).tobytes(), ended, *finals]
+        return pack(STEP, run_id, seq, *rows, *self._obs_parts(step.obs), *ends)
 
     def _obs_parts(self, obs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         return [np.ascontiguousarray(obs[k], dtype) for k, (_, dtype) in self.obs.items()]

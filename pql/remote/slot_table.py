@@ -249,11 +249,8 @@ class SlotTable:
     def measures(self) -> dict[str, float]:
         """Metrics: actors and environments connected now, actors admitted so far."""
         with self.changed:
-            return {
-                "remote/actors": self.live,
-                "remote/envs": int((self.status != EMPTY).sum()),
-                "remote/admitted": self.admitted,
-            }
+            envs = int((self.status != EMPTY).sum())
+            return {"remote/actors": self.live, "remote/envs": envs, "remote/admitted": self.admitted}
 
 
 def distinct(numbers: np.ndarray) -> list[int]:

@@ -151,17 +151,7 @@ class DmLab:
                 self.begin(i)
         obs = self.show()
         none = np.zeros_like(ended)
-        return Step(
-            obs={"policy": obs},
-            reward=reward,
-            terminated=ended,
-            truncated=none,
-            first=ended.copy(),
-            final_obs={"policy": obs},
-            final_ok=~ended,
-            valid=~none,
-            log={},
-        )
+        return Step({"policy": obs}, reward, ended, none, ended.copy(), {"policy": obs}, ~ended, ~none, {})
 
     def close(self) -> None:
         for lab in self.labs:

@@ -14,17 +14,8 @@ from torch import Tensor
 
 from pql.contract.env import EnvSpec, ObsSpec
 from pql.contract.registry import takes
+from pql.envs.adapters import gymnasium_host as host
 from pql.envs.adapters.gymnasium_copies import Copies, spec_fields
-from pql.envs.adapters.gymnasium_host import (
-    OWN,
-    Facts,
-    GymnasiumSettings,
-    check_settings,
-    facts_of_copies,
-    facts_of_vector,
-    obs_parts,
-    resets_copies,
-)
 from pql.envs.stage import Stage
 from pql.errors import ConfigError
 from pql.types import Obs, Step
@@ -45,19 +36,19 @@ class GymnasiumVec:
         ConfigError: unknown id, unsupported space, or a value out of range.
     """
 
-    @takes(GymnasiumSettings)
+    @takes(host.GymnasiumSettings)
     def __init__(self, num_envs: int = 64, device: str | torch.device = "cpu", **keywords: Any):
         device = torch.device(device)
         # A forked child would inherit a CUDA context that it cannot use.
         spawn = device.type == "cuda"
-        self._hold(Copies.make(GymnasiumSettings(**keywords), num_envs, "next_step", spawn), device)
+        self._hold(Copies.make(host.GymnasiumSettings(**keywords), num_envs, "next_step", spawn), device)
 
     @classmethod
     def of(cls, envs: VectorEnv, device: str | torch.device = "cpu") -> "GymnasiumVec":
         """Return the environments of a ``gymnasium.vector.VectorEnv``, which this object owns. Raises ``ConfigError``:
         an unsupported space or autoreset mode."""
         self = cls.__new__(cls)
-        facts = facts_of_vector(envs, "env", type(envs.unwrapped).__name__)
+        facts = host.facts_of_vector(envs, "env", type(envs.unwrapped).__name__)
         self._hold(Copies(envs, facts), torch.device(device))
         return self
 
@@ -68,18 +59,18 @@ class GymnasiumVec:
         self._reward = self._stage((), torch.float32)
         self._flags = Stage((5, envs.num_envs), torch.bool, device)
         self._sent = torch.cuda.Event() if device.type == "cuda" else None
-        if resets_copies(envs):
+        if host.resets_copies(envs):
             self.reset_where = self._reset_where
 
     @classmethod
     def describe(cls, num_envs: int = 64, device: str | torch.device = "cpu", **keywords: Any) -> EnvSpec | None:
         """Return the ``EnvSpec`` of an environment with these arguments; makes one copy to read its spaces. None with
         ``vector_entry_point``, which may be a simulator that a process can hold only once."""
-        settings = GymnasiumSettings(**keywords)
-        check_settings(num_envs, settings)
-        if settings.vectorization == OWN:
+        settings = host.GymnasiumSettings(**keywords)
+        host.check_settings(num_envs, settings)
+        if settings.vectorization == host.OWN:
             return None
-        return spec_of(facts_of_copies(settings, "next_step"), num_envs, torch.device(device))
+        return spec_of(host.facts_of_copies(settings, "next_step"), num_envs, torch.device(device))
 
     def _stage(self, shape: tuple[int, ...], dtype: torch.dtype) -> Stage:
         return Stage((self.spec.num_envs, *shape), dtype, self.spec.device)
@@ -122,9 +113,8 @@ class GymnasiumVec:
             if value is not None:
                 raise ConfigError(setting, value, f"none: {self.spec.name} renders at a fixed size")
         if self._copies.envs.render_mode != "rgb_array":
-            raise ConfigError(
-                "render_mode", self._copies.envs.render_mode, "rgb_array, given when the environment is made"
-            )
+            mode = self._copies.envs.render_mode
+            raise ConfigError("render_mode", mode, "rgb_array, given when the environment is made")
         return np.asarray(cast(Any, self._copies.envs.render())[index], np.uint8)
 
     def close(self) -> None:
@@ -146,7 +136,7 @@ class GymnasiumVec:
             self._sent.synchronize()  # the last step's copies still read the host buffers
 
 
-def spec_of(facts: Facts, num_envs: int, device: torch.device) -> EnvSpec:
+def spec_of(facts: host.Facts, num_envs: int, device: torch.device) -> EnvSpec:
     """Return the specification of ``num_envs`` copies. Raises ``ConfigError`` for an unsupported space."""
-    obs = {k: ObsSpec(shape, getattr(torch, dtype)) for k, (shape, dtype) in obs_parts(facts.obs).items()}
+    obs = {k: ObsSpec(shape, getattr(torch, dtype)) for k, (shape, dtype) in host.obs_parts(facts.obs).items()}
     return EnvSpec(num_envs=num_envs, obs=obs, device=device, **spec_fields(facts))

@@ -211,9 +211,8 @@ def _wrap(wrapper: Callable[..., Any], name: str, kwargs: dict[str, Any], env: A
         return wrapper(env, **kwargs)
     except Exception as error:  # a wrapper that does not fit may raise anything, NotImplementedError included
         given = f" with {kwargs}" if kwargs else ""
-        raise ConfigError(
-            "wrappers", name, f"a wrapper that takes this environment{given} ({first_line(error)})"
-        ) from error
+        wanted = f"a wrapper that takes this environment{given} ({first_line(error)})"
+        raise ConfigError("wrappers", name, wanted) from error
 
 
 # -- properties -------------------------------------------------------------------------------------------------------

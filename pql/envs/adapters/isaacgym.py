@@ -70,28 +70,13 @@ def make_task(task: str, num_envs: int, device: str, overrides: list) -> Any:
     if not os.path.exists(os.path.join(folder, "task", task + ".yaml")):
         known = sorted(name[: -len(".yaml")] for name in os.listdir(os.path.join(folder, "task")))
         raise ConfigError("task", task, "one of " + ", ".join(known))
-    words = [
-        "task=" + task,
-        f"num_envs={num_envs}",
-        "sim_device=" + device,
-        "rl_device=" + device,
-        "pipeline=" + ("cpu" if device == "cpu" else "gpu"),
-        "headless=True",
-        *overrides,
-    ]
+    words = ["task=" + task, f"num_envs={num_envs}", "sim_device=" + device, "rl_device=" + device]
+    words += ["pipeline=" + ("cpu" if device == "cpu" else "gpu"), "headless=True", *overrides]
     GlobalHydra.instance().clear()  # inside another Hydra application ``make`` would use that one's task
     with initialize_config_dir(config_dir=folder):
         config = compose("config", overrides=words)
-    return isaacgymenvs.make(
-        seed=0,
-        task=task,
-        num_envs=num_envs,
-        sim_device=device,
-        rl_device=device,
-        headless=True,
-        force_render=False,
-        cfg=config,
-    )
+    given: dict = {"task": task, "num_envs": num_envs, "sim_device": device, "rl_device": device, "cfg": config}
+    return isaacgymenvs.make(seed=0, headless=True, force_render=False, **given)
 
 
 class IsaacGymVec:

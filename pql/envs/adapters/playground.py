@@ -88,18 +88,9 @@ class PlaygroundVec:
         self._state, final, late = self._step(self._state, given)
         over = self._tensor(self._state.done) != 0
         truncated = (self._tensor(late) != 0) & over  # not truncated if the task terminated as well
-        yes = torch.ones_like(over)
-        return Step(
-            self._groups(self._state.obs),
-            self._tensor(self._state.reward).float(),
-            over & ~truncated,
-            truncated,
-            over,
-            self._groups(final),
-            yes,
-            yes.clone(),
-            self._log(),
-        )
+        yes, seen, ends = torch.ones_like(over), self._groups(self._state.obs), self._groups(final)
+        reward = self._tensor(self._state.reward).float()
+        return Step(seen, reward, over & ~truncated, truncated, over, ends, yes, yes.clone(), self._log())
 
     def close(self) -> None:
         self._state = None

@@ -90,9 +90,8 @@ def make_actor_client(
     try:
         from pql.remote.actor.client import ActorClient
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            "command", "actor", f"packages that are installed: pip install grpcio numpy ({error})"
-        ) from error
+        needed = f"packages that are installed: pip install grpcio numpy ({error})"
+        raise ConfigError("command", "actor", needed) from error
     from pql.remote.actor.sims import make_sim
 
     sim = make_sim(setup.task, setup.num_envs, setup.kwargs)

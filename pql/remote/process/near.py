@@ -68,13 +68,8 @@ class ProcessVec:
     ):
         self._device, self._seconds, self._start_seconds = torch.device(device), step_seconds, start_seconds
         self._far = ChildProcess(python, threads)
-        wanted: dict[str, Any] = {
-            "name": name,
-            "num_envs": num_envs,
-            "device": str(device),
-            "kwargs": dict(kwargs or {}),
-            "offered": dict(offered or {}),
-        }
+        wanted: dict[str, Any] = {"name": name, "num_envs": num_envs, "device": str(device)}
+        wanted |= {"kwargs": dict(kwargs or {}), "offered": dict(offered or {})}
         try:
             if approve is not None:
                 foreseen = self._far.ask("foresee", start_seconds, **wanted)[0]["spec"]
@@ -193,12 +188,11 @@ class ProcessVec:
 def map_memory(file: int, places: Mapping[str, Any], size: int) -> dict[str, Tensor]:
     """Map the shared arrays (see ``far_build.layout``): name -> CPU tensor."""
     shared = mmap.mmap(file, size)
-    return {
-        name: torch.from_numpy(
-            np.frombuffer(shared, np.dtype(dtype), int(np.prod(shape, dtype=np.int64)), offset).reshape(shape)
-        )
-        for name, (dtype, shape, offset) in places.items()
-    }
+    found = {}
+    for name, (dtype, shape, offset) in places.items():
+        flat = np.frombuffer(shared, np.dtype(dtype), int(np.prod(shape, dtype=np.int64)), offset)
+        found[name] = torch.from_numpy(flat.reshape(shape))
+    return found
 
 
 def reader(shared: Tensor, device: torch.device) -> Callable[[], Tensor]:
@@ -210,11 +204,5 @@ def read_spec(facts: Mapping[str, Any], device: torch.device) -> EnvSpec:
     """Return the specification from the output of ``far_build.describe_simulator``."""
     fixed = {k: facts[k] for k in ("name", "num_envs", "max_episode_steps", "autoreset", "final_obs", "deterministic")}
     obs = {k: ObsSpec(tuple(shape), getattr(torch, dtype), stack) for k, (shape, dtype, stack) in facts["obs"].items()}
-    return EnvSpec(
-        **fixed,
-        obs=obs,
-        action=action_of(facts["action"]),
-        device=device,
-        log=tuple(facts["log"]),
-        info=dict(facts["info"]),
-    )
+    more: dict[str, Any] = {"log": tuple(facts["log"]), "info": dict(facts["info"])}
+    return EnvSpec(**fixed, obs=obs, action=action_of(facts["action"]), device=device, **more)
