@@ -85,6 +85,12 @@ SYNONYMS = {
 """Names of other libraries' settings (docs/migrate), and of former ones."""
 
 
+def similar(name: str, known: Iterable[str]) -> str:
+    """Return " (did you mean ...?)" with what an unknown setting is called here, or ""."""
+    near = SYNONYMS.get(name.rpartition(".")[2])
+    return f" (did you mean {near}?)" if near else nearest(name, known)
+
+
 def parse_words(words: Sequence[str], known: Iterable[str]) -> tuple[dict[str, str], dict[str, Any]]:
     """Parse overrides into (preset by group, value by setting); the last one for a name wins.
 
@@ -105,9 +111,7 @@ def parse_words(words: Sequence[str], known: Iterable[str]) -> tuple[dict[str, s
         elif key in (PRESETS, *known) or (key.startswith(("algo.", *FREE)) and all(key.split("."))):
             values[key] = value
         else:
-            near = SYNONYMS.get(key.rpartition(".")[2])
-            hint = f" (did you mean {near}?)" if near else nearest(key, [*known, *GROUPS, PRESETS])
-            raise ConfigError(key, value, f"a known setting{hint}")
+            raise ConfigError(key, value, f"a known setting{similar(key, [*known, *GROUPS, PRESETS])}")
     return presets, values
 
 
@@ -218,8 +222,7 @@ def trace(overrides: Sequence[str], resolve: Callable[[str], str] | None = None)
 def preset_settings(layers: Sequence[Layer]) -> Config:
     """Return the settings of the layers of :func:`trace` without those of the command line; not checked. ``task.name``
     is "" where only the command line names the simulator."""
-    schema = {k: v for k, v in to_dict(Config()).items() if k != "algo"}
-    data = resolved(reduce(overlaid, (layer.tree for layer in layers[:-1]), schema), {})
+    data = resolved(stacked(layers[:-1]), {})
     return from_dict(overlaid(data, {} if data["task"]["name"] else {"task": {"name": ""}}))
 
 
@@ -247,9 +250,7 @@ def check_known(record: type[AlgoConfig], name: str, value: Any, preset: str) ->
     others = [f for f, r in RECORDS.items() if name in (k for k, _ in leaves(r(), "algo."))]
     if others:
         raise ConfigError(name, value, f"no such setting: algo={preset} does not read it; {', '.join(others)} would")
-    near = SYNONYMS.get(name.rpartition(".")[2])
-    hint = f" (did you mean {near}?)" if near else nearest(name, [one.name for one in mine])
-    raise ConfigError(name, value, f"a known setting{hint}")
+    raise ConfigError(name, value, f"a known setting{similar(name, [one.name for one in mine])}")
 
 
 RESUMABLE = ("budget", "eval", "logger", "checkpoint")
@@ -260,14 +261,12 @@ RESUMABLE_TOO = ("replay.save",)
 def merge_layers(layers: Sequence[Layer], given: Mapping[str, Any]) -> Config:
     """Return the merged settings of the layers, interpolated and checked. ``given``: settings of the last layer, the
     command line, by name."""
-    schema = {k: v for k, v in to_dict(Config()).items() if k != "algo"}
-    *below, words = (layer.tree for layer in layers)
-    presets = reduce(overlaid, below, schema)
+    presets = stacked(layers[:-1])
     algo = resolved(presets, given)["algo"]
     for name, value in given.items():
         if name.startswith("algo."):
             check_known(record_of({**algo}), name, value, str(algo.get("name", "?")))
-    data = resolved(overlaid(presets, words), given)
+    data = resolved(overlaid(presets, layers[-1].tree), given)
     for layer in layers[:-1]:
         check_nested(layer.tree, layer.source)
     try:
@@ -277,6 +276,12 @@ def merge_layers(layers: Sequence[Layer], given: Mapping[str, Any]) -> Config:
         if error.setting in given or not files:
             raise
         raise ConfigError(error.setting, error.value, f"{error.allowed}; it is in {files[-1]}") from error
+
+
+def stacked(layers: Sequence[Layer]) -> dict[str, Any]:
+    """Return the settings of ``layers`` above the schema's defaults, but for those of the algorithm."""
+    schema = {k: v for k, v in to_dict(Config()).items() if k != "algo"}
+    return reduce(overlaid, (layer.tree for layer in layers), schema)
 
 
 def overlaid(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

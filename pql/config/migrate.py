@@ -9,14 +9,7 @@ from pql.config.families import record_of
 from pql.config.fields import types_of
 from pql.errors import ConfigError
 
-OWN = {
-    "sac": ("sac",),
-    "ppo": ("ppo",),
-    "impala": ("impala",),
-    "dqn": ("dqn",),
-    "r2d2": ("dqn", "r2d2"),
-    "pqn": ("pqn",),
-}
+OWN = {**{name: (name,) for name in ("sac", "ppo", "impala", "dqn", "pqn")}, "r2d2": ("dqn", "r2d2")}
 """Former groups below ``algo`` with the settings of one family."""
 
 

@@ -47,7 +47,7 @@ class RolloutAlgoConfig(AlgoConfig):
     @property
     def passes(self) -> int:
         """Number of updates that use each row."""
-        return 1
+        return getattr(self, "epochs", 1)
 
     @property
     def ratios(self) -> dict[str, float]:
@@ -172,10 +172,6 @@ class PpoConfig(StochasticConfig):
     central: CentralConfig = group(CentralConfig, "Synchronisation of replicas.")
 
     @property
-    def passes(self) -> int:
-        return self.epochs
-
-    @property
     def on_policy_corrected(self) -> bool:
         return self.vtrace.enabled
 
@@ -278,10 +274,6 @@ class PqnConfig(RolloutAlgoConfig):
     critic: ResidualNetConfig = group(ResidualNetConfig, "Q-network.", replaces=("policy",))
     epsilon: EpsilonConfig = group(EpsilonConfig, "Epsilon-greedy exploration.", replaces=("explore",))
 
-    @property
-    def passes(self) -> int:
-        return self.epochs
-
     def check(self, config: "Config") -> None:
         super().check(config)
         check_epsilon(self.epsilon)
@@ -327,10 +319,6 @@ class ReppoConfig(RolloutAlgoConfig):
     )
     policy: PathwisePolicyConfig = group(PathwisePolicyConfig, "Policy.")
     critic: PathwiseCriticConfig = group(PathwiseCriticConfig, "Critic.")
-
-    @property
-    def passes(self) -> int:
-        return self.epochs
 
     def check(self, config: "Config") -> None:
         super().check(config)

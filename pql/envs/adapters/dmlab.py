@@ -114,15 +114,9 @@ class DmLab:
 
     def __init__(self, labs: list[Any], level: str, actions: Any, repeat: int, shape: tuple[int, int, int]):
         self.labs, self.actions, self.repeat = labs, np.array(actions, dtype=np.intc), repeat
-        self.spec = EnvSpec(
-            name=level.rpartition("/")[2],
-            num_envs=len(labs),
-            obs={"policy": ObsSpec(shape, pixels_type())},
-            action=Discrete(len(actions)),
-            device="cpu",
-            final_obs="never",
-            info={"dt": repeat / labs[0].fps()},
-        )
+        spaces = ({"policy": ObsSpec(shape, pixels_type())}, Discrete(len(actions)))
+        info = {"dt": repeat / labs[0].fps()}
+        self.spec = EnvSpec(level.rpartition("/")[2], len(labs), *spaces, "cpu", final_obs="never", info=info)
         self.random = [np.random.RandomState(i) for i in range(len(labs))]
 
     def reset(self, seed: int | None = None) -> dict[str, Any]:

@@ -94,20 +94,9 @@ class IsaacGymVec:
         if task.num_states > 0:
             obs["critic"] = ObsSpec((task.num_states,))
         ends: dict = {"same": ("same_step", "never"), "manual": ("same_step", "on_done")}
-        autoreset, final_obs = ends.get(timing, ("next_step", "always"))
-        self.spec = EnvSpec(
-            name,
-            task.num_envs,
-            obs,
-            Box(task.num_actions),
-            _device(task),
-            max_episode_steps=self.limit,
-            autoreset=autoreset,
-            final_obs=final_obs,
-            single_instance=True,
-            deterministic=False,
-            stream="default",
-        )
+        facts = (task.num_envs, obs, Box(task.num_actions), _device(task), self.limit)
+        fixed: dict = {"single_instance": True, "deterministic": False, "stream": "default"}
+        self.spec = EnvSpec(name, *facts, *ends.get(timing, ("next_step", "always")), **fixed)
         self.ended: Any = None  # [N] bool: the simulator's reset flags of the last row, filler or not
 
     def reset(self, seed: int | None = None) -> dict:

@@ -57,19 +57,10 @@ class PlaygroundVec:
         self._key: Any = jax.random.PRNGKey(0)
         self._state: Any = None
         self._n = num_envs
-        obs = self.reset(0)
-        self.spec = EnvSpec(
-            env,
-            num_envs,
-            {k: ObsSpec(tuple(v.shape[1:]), v.dtype) for k, v in obs.items()},
-            Box(int(wrapped.action_size)),
-            self.device,
-            max_episode_steps=limit,
-            final_obs="always",
-            log=tuple(self._log()),
-            deterministic=self.device.type == "cpu",
-            info={"dt": dt},
-        )
+        obs = {k: ObsSpec(tuple(v.shape[1:]), v.dtype) for k, v in self.reset(0).items()}
+        more: dict[str, Any] = {"final_obs": "always", "log": tuple(self._log()), "info": {"dt": dt}}
+        more["deterministic"] = self.device.type == "cpu"
+        self.spec = EnvSpec(env, num_envs, obs, Box(int(wrapped.action_size)), self.device, limit, **more)
 
         for _ in range(2):  # compile for both inputs: the state of a reset and that of a step
             self.step(torch.zeros(num_envs, self.spec.action.size))  # type: ignore[union-attr]

@@ -196,17 +196,8 @@ class MujocoVec:
             next_obs = self._send_obs(self._obs)
         reward, *log = self._send(rows).unbind(0)
         terminated, truncated, first = self._send(torch.stack((terminated, truncated, done))).unbind(0)
-        return Step(
-            obs=next_obs,
-            reward=reward,
-            terminated=terminated,
-            truncated=truncated,
-            first=first,
-            final_obs=final_obs,
-            final_ok=final_ok,
-            valid=self._yes_there,
-            log=dict(zip(self.spec.log, log, strict=True)),
-        )
+        named = dict(zip(self.spec.log, log, strict=True))
+        return Step(next_obs, reward, terminated, truncated, first, final_obs, final_ok, self._yes_there, named)
 
     def _restart(self, rows: Rows) -> None:
         """Start new episodes in ``rows`` and update their memory and observations."""

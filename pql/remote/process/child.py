@@ -43,13 +43,9 @@ class ChildProcess:
         environment = {**os.environ} if threads is None else {"OMP_NUM_THREADS": str(threads), **os.environ}
         files = [self.requests, self.answers, self.memory, self.crash]
         try:
+            command, kept = [found, "-u", far.__file__, json.dumps(setup)], list(inherited.values())
             self.process = subprocess.Popen(
-                [found, "-u", far.__file__, json.dumps(setup)],
-                stdin=subprocess.DEVNULL,
-                stdout=2,
-                pass_fds=list(inherited.values()),
-                start_new_session=True,
-                env=environment,
+                command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=kept, start_new_session=True, env=environment
             )
         except OSError as error:
             _close_files(files)

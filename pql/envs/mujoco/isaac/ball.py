@@ -77,14 +77,8 @@ def _drive(spec: mujoco.MjSpec, index: int) -> None:
     add_servo(spec, f"lower_leg{index}", KNEE_RANGE, EFFORT, kp=4000.0, kv=100.0)
     angle, shin = LEGS[index], [FOOT[i] - KNEE[i] for i in (0, 1)]
     anchor = [shin[0] * math.cos(angle), shin[0] * math.sin(angle), shin[1]]
-    spec.add_equality(
-        type=mujoco.mjtEq.mjEQ_CONNECT,
-        objtype=mujoco.mjtObj.mjOBJ_BODY,
-        name1=f"lower_leg{index}",
-        name2="world",
-        data=[*anchor] + [0.0] * 9,
-        solref=[0.005, 1.0],
-    )
+    pin = spec.add_equality(type=mujoco.mjtEq.mjEQ_CONNECT, objtype=mujoco.mjtObj.mjOBJ_BODY)
+    pin.name1, pin.name2, pin.data, pin.solref = f"lower_leg{index}", "world", [*anchor] + [0.0] * 9, [0.005, 1.0]
 
 
 class BallBalance(Task):
