@@ -18,6 +18,9 @@ from pql.config.groups import VtraceConfig as VtraceConfig
 from pql.config.networks import CriticConfig as CriticConfig
 from pql.config.networks import DeterministicPolicyConfig as DeterministicPolicyConfig
 from pql.config.networks import EncoderConfig as EncoderConfig
+from pql.config.networks import QuantileNetConfig as QuantileNetConfig
+from pql.config.networks import RolloutPolicyConfig as RolloutPolicyConfig
+from pql.config.networks import TrainedNetConfig as TrainedNetConfig
 from pql.config.networks import ValueEncoderConfig as ValueEncoderConfig
 from pql.config.schema import BudgetConfig as BudgetConfig
 from pql.config.schema import Config as Config
