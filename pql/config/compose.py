@@ -30,11 +30,7 @@ SEVERAL = " (pql train -m takes several)"
 
 
 def split_word(word: str) -> tuple[str, str]:
-    """Split ``key=value`` into key and text of the value.
-
-    Raises:
-        ConfigError: no such form, or no value.
-    """
+    """Split ``key=value`` into key and text of the value. Raises ``ConfigError``: no such form, or no value."""
     key, equals, text = word.partition("=")
     key, text = key.strip().lstrip("+"), text.strip()
     if not (key and equals):
@@ -45,11 +41,7 @@ def split_word(word: str) -> tuple[str, str]:
 
 
 def parse_override(key: str, text: str) -> Any:
-    """Parse the text of a value into Hydra's ``Override``.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
+    """Parse the text of a value into Hydra's ``Override``. Raises ``ConfigError``: it cannot be read."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -65,11 +57,8 @@ NAMED = {"true": True, "false": False, "null": None}
 
 
 def parse_word(word: str, text_keys: Sequence[str] = ()) -> tuple[str, Any]:
-    """Parse ``key=value`` with Hydra's grammar; values of ``text_keys`` need no quotes.
-
-    Raises:
-        ConfigError: no such form, no value, or one that cannot be read.
-    """
+    """Parse ``key=value`` with Hydra's grammar; values of ``text_keys`` need no quotes. Raises ``ConfigError``: no such
+    form, no value, or one that cannot be read."""
     key, text = split_word(word)
     if key in text_keys and text != "null" and text[0] not in "'\"":
         return key, text
@@ -96,6 +85,12 @@ SYNONYMS = {
 """Names of other libraries' settings (docs/migrate), and of former ones."""
 
 
+def similar(name: str, known: Iterable[str]) -> str:
+    """Return " (did you mean ...?)" with what an unknown setting is called here, or ""."""
+    near = SYNONYMS.get(name.rpartition(".")[2])
+    return f" (did you mean {near}?)" if near else nearest(name, known)
+
+
 def parse_words(words: Sequence[str], known: Iterable[str]) -> tuple[dict[str, str], dict[str, Any]]:
     """Parse overrides into (preset by group, value by setting); the last one for a name wins.
 
@@ -116,18 +111,13 @@ def parse_words(words: Sequence[str], known: Iterable[str]) -> tuple[dict[str, s
         elif key in (PRESETS, *known) or (key.startswith(("algo.", *FREE)) and all(key.split("."))):
             values[key] = value
         else:
-            near = SYNONYMS.get(key.rpartition(".")[2])
-            hint = f" (did you mean {near}?)" if near else nearest(key, [*known, *GROUPS, PRESETS])
-            raise ConfigError(key, value, f"a known setting{hint}")
+            raise ConfigError(key, value, f"a known setting{similar(key, [*known, *GROUPS, PRESETS])}")
     return presets, values
 
 
 def words_of(settings: Iterable[str | Mapping[str, Any]]) -> list[str]:
-    """Return overrides as ``key=value`` texts; dicts may be nested or have dotted names.
-
-    Raises:
-        ConfigError: something else.
-    """
+    """Return overrides as ``key=value`` texts; dicts may be nested or have dotted names. Raises ``ConfigError``:
+    something else."""
     words: list[str] = []
     for one in settings:
         if isinstance(one, Mapping):
@@ -140,11 +130,7 @@ def words_of(settings: Iterable[str | Mapping[str, Any]]) -> list[str]:
 
 
 def in_words(key: str, value: Any) -> str:
-    """Return a Python value in the command line's grammar.
-
-    Raises:
-        ConfigError: it has no such form.
-    """
+    """Return a Python value in the command line's grammar. Raises ``ConfigError``: it has no such form."""
     if value is None or isinstance(value, bool | int | float):
         return show(value)
     if isinstance(value, str | Path):  # quotes are escaped, and backslashes where they stand before one
@@ -234,12 +220,9 @@ def trace(overrides: Sequence[str], resolve: Callable[[str], str] | None = None)
 
 
 def preset_settings(layers: Sequence[Layer]) -> Config:
-    """Return the settings of the layers of :func:`trace` without those of the command line; not checked.
-
-    ``task.name`` is "" where only the command line names the simulator.
-    """
-    schema = {k: v for k, v in to_dict(Config()).items() if k != "algo"}
-    data = resolved(reduce(overlaid, (layer.tree for layer in layers[:-1]), schema), {})
+    """Return the settings of the layers of :func:`trace` without those of the command line; not checked. ``task.name``
+    is "" where only the command line names the simulator."""
+    data = resolved(stacked(layers[:-1]), {})
     return from_dict(overlaid(data, {} if data["task"]["name"] else {"task": {"name": ""}}))
 
 
@@ -247,11 +230,8 @@ OF_A_REPLAY = ("replay.capacity", "replay.dtype")  # prefill and save are always
 
 
 def check_read(config: Config, names: Iterable[str]) -> None:
-    """Refuse explicitly given settings that the run does not read.
-
-    Raises:
-        ConfigError: names the first, and the condition under which it is read.
-    """
+    """Refuse explicitly given settings that the run does not read. Raises ``ConfigError``: names the first, and the
+    condition under which it is read."""
     found = {one.name: one for one in settings(config)}
     for name in names:
         if config.algo.data == "rollout" and name in OF_A_REPLAY:
@@ -270,9 +250,7 @@ def check_known(record: type[AlgoConfig], name: str, value: Any, preset: str) ->
     others = [f for f, r in RECORDS.items() if name in (k for k, _ in leaves(r(), "algo."))]
     if others:
         raise ConfigError(name, value, f"no such setting: algo={preset} does not read it; {', '.join(others)} would")
-    near = SYNONYMS.get(name.rpartition(".")[2])
-    hint = f" (did you mean {near}?)" if near else nearest(name, [one.name for one in mine])
-    raise ConfigError(name, value, f"a known setting{hint}")
+    raise ConfigError(name, value, f"a known setting{similar(name, [one.name for one in mine])}")
 
 
 RESUMABLE = ("budget", "eval", "logger", "checkpoint")
@@ -281,19 +259,14 @@ RESUMABLE_TOO = ("replay.save",)
 
 
 def merge_layers(layers: Sequence[Layer], given: Mapping[str, Any]) -> Config:
-    """Return the merged settings of the layers, interpolated and checked.
-
-    Args:
-        given: settings of the last layer, the command line, by name.
-    """
-    schema = {k: v for k, v in to_dict(Config()).items() if k != "algo"}
-    *below, words = (layer.tree for layer in layers)
-    presets = reduce(overlaid, below, schema)
+    """Return the merged settings of the layers, interpolated and checked. ``given``: settings of the last layer, the
+    command line, by name."""
+    presets = stacked(layers[:-1])
     algo = resolved(presets, given)["algo"]
     for name, value in given.items():
         if name.startswith("algo."):
             check_known(record_of({**algo}), name, value, str(algo.get("name", "?")))
-    data = resolved(overlaid(presets, words), given)
+    data = resolved(overlaid(presets, layers[-1].tree), given)
     for layer in layers[:-1]:
         check_nested(layer.tree, layer.source)
     try:
@@ -303,6 +276,12 @@ def merge_layers(layers: Sequence[Layer], given: Mapping[str, Any]) -> Config:
         if error.setting in given or not files:
             raise
         raise ConfigError(error.setting, error.value, f"{error.allowed}; it is in {files[-1]}") from error
+
+
+def stacked(layers: Sequence[Layer]) -> dict[str, Any]:
+    """Return the settings of ``layers`` above the schema's defaults, but for those of the algorithm."""
+    schema = {k: v for k, v in to_dict(Config()).items() if k != "algo"}
+    return reduce(overlaid, (layer.tree for layer in layers), schema)
 
 
 def overlaid(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -316,13 +295,8 @@ def overlaid(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, An
 
 
 def resolved(tree: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with their interpolations (``${budget.env_steps}``) replaced by values.
-
-    Args:
-        given: settings of the command line by name, for messages.
-    Raises:
-        ConfigError: an interpolation that cannot be resolved.
-    """
+    """Return settings with their interpolations (``${budget.env_steps}``) replaced by values. ``given``: settings of
+    the command line by name, for messages. Raises ``ConfigError``: an interpolation that cannot be resolved."""
     if not any(isinstance(value, str) and "${" in value for _, value in walk(tree)):
         return tree  # OmegaConf is slow
     from omegaconf import OmegaConf

@@ -19,11 +19,8 @@ registered: dict[str, type[AlgoConfig]] = {}
 
 
 def record_of(algo: Any) -> type[AlgoConfig]:
-    """Return the record class of ``algo.family`` (``algo`` is a mapping), DDPG's if none is named.
-
-    Raises:
-        ConfigError: no such family.
-    """
+    """Return the record class of ``algo.family`` (``algo`` is a mapping), DDPG's if none is named. Raises
+    ``ConfigError``: no such family."""
     family = algo.get("family", "ddpg") if isinstance(algo, Mapping) else "ddpg"
     known = {**RECORDS, **registered}
     if isinstance(family, str) and family in known:
@@ -37,13 +34,8 @@ def record_of(algo: Any) -> type[AlgoConfig]:
 
 
 def own(config: "Config", record: type[A]) -> A:
-    """Return ``config.algo``, which is a ``record``.
-
-    Families have no use for it: what they are given is a ``Config[RECORD]``.
-
-    Raises:
-        TypeError: it is another family's.
-    """
+    """Return ``config.algo``, which is a ``record``. Families have no use for it: what they are given is a
+    ``Config[RECORD]``. Raises ``TypeError``: it is another family's."""
     if not isinstance(config.algo, record):
         raise TypeError(f"algo={config.algo.name} has {type(config.algo).__name__}, not {record.__name__}")
     return config.algo

@@ -167,16 +167,12 @@ CONDITION = re.compile(r"(?P<name>[\w.]+?)(?P<test>=|>|$)(?P<values>.*)")
 
 
 def is_read(config: Any, found: Setting) -> bool:
-    """Return True if a setting's condition holds.
-
-    A condition is ``name`` (neither null nor false), ``name=a|b`` (one of these) or ``name>0``; ``name`` is a field of
-    the same record, or, with a dot at the beginning, a dotted name from the root: ``.algo.optimizer=adam``.
-    """
+    """Return True if a setting's condition holds. A condition is ``name`` (neither null nor false), ``name=a|b`` (one
+    of these) or ``name>0``; ``name`` is a field of the same record, or, with a dot at the beginning, a dotted name from
+    the root: ``.algo.optimizer=adam``."""
     if not found.declaration.when:
         return True
-    value = _condition(config, found)
-    match = CONDITION.fullmatch(found.declaration.when.removeprefix("."))
-    assert match is not None, found.declaration.when
+    value, match = _condition(config, found), _parts(found)
     if match["test"] == "":
         return value is not None and value is not False
     if match["test"] == ">":
@@ -186,11 +182,8 @@ def is_read(config: Any, found: Setting) -> bool:
 
 def condition_text(found: Setting) -> str:
     """Return a setting's condition as readable text with full names: ``algo.priority.alpha above 0``."""
-    when = found.declaration.when
-    match = CONDITION.fullmatch(when.removeprefix("."))
-    assert match is not None, when
-    parent = "" if when.startswith(".") else found.name.rpartition(".")[0] + "."
-    name = parent + match["name"]
+    match, parent = _parts(found), found.name.rpartition(".")[0] + "."
+    name = match["name"] if found.declaration.when.startswith(".") else parent + match["name"]
     if match["test"] == "":
         return f"{name}=true" if isinstance(_condition(None, found), bool) else name
     if match["test"] == ">":
@@ -198,12 +191,15 @@ def condition_text(found: Setting) -> str:
     return f"{name}={match['values'].replace('|', ' or ')}"
 
 
+def _parts(found: Setting) -> re.Match[str]:
+    match = CONDITION.fullmatch(found.declaration.when.removeprefix("."))
+    assert match is not None, found.declaration.when
+    return match
+
+
 def _condition(config: Any, found: Setting) -> Any:
     """Return the value that a setting's condition tests."""
-    when = found.declaration.when
-    value = config if when.startswith(".") else found.record
-    match = CONDITION.fullmatch(when.removeprefix("."))
-    assert match is not None, when
-    for part in match["name"].split("."):
+    value = config if found.declaration.when.startswith(".") else found.record
+    for part in _parts(found)["name"].split("."):
         value = getattr(value, part)
     return value

@@ -34,12 +34,8 @@ def expanded(setting: str, path: str | Path) -> Path:
 
 
 def read_bytes(path: Path, most: int) -> bytes:
-    """Return the content of a file.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is no ordinary file, or larger than ``most`` bytes.
-    """
+    """Return the content of a file. Raises ``OSError``: it cannot be read; ``ValueError``: it is no ordinary file, or
+    larger than ``most`` bytes."""
     check_ordinary(path)
     with path.open("rb") as file:
         data = file.read(most + 1)

@@ -41,11 +41,8 @@ class Layer(NamedTuple):
 
 
 class Presets:
-    """The preset files of this library, of installed packages and of the user.
-
-    Args:
-        folders: of the user's, laid out as ``pql/config/presets``; they come first.
-    """
+    """The preset files of this library, of installed packages and of the user. ``folders``: of the user's, laid out as
+    ``pql/config/presets``; they come first."""
 
     def __init__(self, folders: Sequence[str | Path] = ()):
         for folder in folders:
@@ -91,13 +88,8 @@ class Presets:
         return lines[0].lstrip("# ") if lines and lines[0].startswith("#") else ""
 
     def layers(self, chosen: Mapping[str, str]) -> Iterator[Layer]:
-        """Return the files of the chosen presets, weakest first.
-
-        Args:
-            chosen: preset by group.
-        Raises:
-            ConfigError: no such preset, a file that cannot be read, or an algorithm without settings for the scale.
-        """
+        """Return the files of the chosen presets, weakest first. ``chosen``: preset by group. Raises ``ConfigError``:
+        no such preset, a file that cannot be read, or an algorithm without settings for the scale."""
         for group in (g for g in GROUPS if g in chosen):
             for name in reversed(self.line(group, chosen[group])):
                 tree = {k: v for k, v in self._read(group, name).items() if k not in (LIKE, SCALES)}
@@ -145,10 +137,7 @@ class Presets:
 
     def tuned(self, places: Sequence[str], algo: str, scale: str) -> Iterator[Layer]:
         """The settings of an algorithm at a scale or on a task, weakest first; of several ``places`` the first's.
-
-        Args:
-            scale: whose part of a task's file, below ``scales``, comes after the rest of it.
-        """
+        ``scale``: whose part of a task's file, below ``scales``, comes after the rest of it."""
         family = self.family(algo)
         for name in (n for n in self.line("algo", algo) if self.family(n) == family):
             for place in places:
@@ -195,11 +184,7 @@ class Presets:
 
 
 def read_preset(path: Path) -> Mapping[str, Any]:
-    """Read the settings of a YAML file.
-
-    Raises:
-        ConfigError: it is none.
-    """
+    """Read the settings of a YAML file. Raises ``ConfigError``: it is none."""
     try:
         tree = _parsed(path.read_text())
     except (ValueError, OSError) as error:

@@ -9,14 +9,7 @@ from pql.config.families import record_of
 from pql.config.fields import types_of
 from pql.errors import ConfigError
 
-OWN = {
-    "sac": ("sac",),
-    "ppo": ("ppo",),
-    "impala": ("impala",),
-    "dqn": ("dqn",),
-    "r2d2": ("dqn", "r2d2"),
-    "pqn": ("pqn",),
-}
+OWN = {**{name: (name,) for name in ("sac", "ppo", "impala", "dqn", "pqn")}, "r2d2": ("dqn", "r2d2")}
 """Former groups below ``algo`` with the settings of one family."""
 
 
@@ -25,11 +18,8 @@ COMMON = {"name", "family", "schedule", "gamma", "warmup_steps", "normalize_obs"
 
 
 def migrated(data: Any) -> Any:
-    """Return ``data`` reduced to the chosen algorithm's settings if it has those of all (up to version 0.1.0).
-
-    Raises:
-        ConfigError: an unknown family, or a value in the place of a group.
-    """
+    """Return ``data`` reduced to the chosen algorithm's settings if it has those of all (up to version 0.1.0). Raises
+    ``ConfigError``: an unknown family, or a value in the place of a group."""
     if isinstance(data, Mapping) and "cuda_graphs" in data:  # its name up to version 0.2.0
         data = {("graphs" if k == "cuda_graphs" else k): v for k, v in data.items()}
     algo = data.get("algo") if isinstance(data, Mapping) else None
@@ -49,11 +39,7 @@ def migrated(data: Any) -> Any:
 
 
 def part(algo: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return a group of ``algo``, or an empty one.
-
-    Raises:
-        ConfigError: a value in its place.
-    """
+    """Return a group of ``algo``, or an empty one. Raises ``ConfigError``: a value in its place."""
     values = algo.get(name, {})
     if not isinstance(values, Mapping):
         raise ConfigError(f"algo.{name}", values, "a group of settings")

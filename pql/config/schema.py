@@ -337,13 +337,6 @@ def _words(hint: Any) -> str:
         return " or ".join(_words(h) for h in typing.get_args(hint))
     if hint == list[str]:
         return "a list of names such as [policy,image]"
-    names = {
-        "str": "text",
-        "int": "a whole number",
-        "float": "a number",
-        "bool": "true or false",
-        "NoneType": "null",
-        "list": "a list of whole numbers such as [128,128]",
-        "dict": "key=value settings",
-    }
+    names = {"str": "text", "int": "a whole number", "float": "a number", "bool": "true or false", "NoneType": "null"}
+    names |= {"list": "a list of whole numbers such as [128,128]", "dict": "key=value settings"}
     return names[(typing.get_origin(hint) or hint).__name__]

@@ -36,13 +36,8 @@ def names_code(setting: str) -> bool:
 
 
 def check_task(config: Config, source: object, given: Collection[str] = ()) -> None:
-    """Check the task of a config that was read from ``source``.
-
-    Args:
-        given: settings that the user typed, which are not looked at.
-    Raises:
-        ConfigError: the first setting that names code, a program or a file, and how to allow it.
-    """
+    """Check the task of a config that was read from ``source``. ``given``: settings that the user typed, which are not
+    looked at. Raises ``ConfigError``: the first setting that names code, a program or a file, and how to allow it."""
     _refuse(_of_task(config), source, given)
 
 

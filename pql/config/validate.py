@@ -32,11 +32,8 @@ def limits(name: str) -> Range:
 
 
 def validate(config: Config) -> Config:
-    """Check every value against its declaration, and combinations of settings.
-
-    Raises:
-        ConfigError: names the first setting that is wrong, its value, and what is allowed.
-    """
+    """Check every value against its declaration, and combinations of settings. Raises ``ConfigError``: names the first
+    setting that is wrong, its value, and what is allowed."""
     found = {one.name: one for one in settings(config)}
     for name, one in found.items():
         if one.declaration.choices:
@@ -148,11 +145,8 @@ def gpu_in_sight() -> bool:
 
 
 def resolve_device(name: str, setting: str = "device") -> str:
-    """Resolve ``auto`` to ``cuda`` if available, else ``cpu``. The error lists the available devices.
-
-    Raises:
-        ConfigError: no such device.
-    """
+    """Resolve ``auto`` to ``cuda`` if available, else ``cpu``. The error lists the available devices. Raises
+    ``ConfigError``: no such device."""
     if name == "cpu" or (name == "auto" and not gpu_in_sight()):
         return "cpu"
     import torch

@@ -13,22 +13,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from pql.contract import rules
 from pql.contract.env import Action, Box, EnvSpec, VecEnv, adapted, capturable, undeclared
 from pql.contract.grouped import join_steps
 from pql.contract.optional import Capturable, GroupedEnv, Resumable, supports
-from pql.contract.rules import (
-    STEP_RULES,
-    Row,
-    clone,
-    closes,
-    differs,
-    following,
-    log_fault,
-    obs_fault,
-    shapes_fault,
-    stack_fault,
-    tensors,
-)
 from pql.engine.tape import Tape
 from pql.errors import RunError
 from pql.types import Step
@@ -99,11 +87,11 @@ class Checker:
         """Test every rule on each of ``steps`` steps; stop at the first wrong shape. Return one digest per step."""
         spec = self.env.spec
         obs = self.env.reset(self.seed)
-        self.fault("shapes", obs_fault("reset's obs", obs, spec))
+        self.fault("shapes", rules.obs_fault("reset's obs", obs, spec))
         if "shapes" in self.faults:
             return []
         every = torch.ones(spec.num_envs, dtype=torch.bool, device=spec.device)
-        self.fault("stack", stack_fault("reset's obs", obs, obs, every, every, spec))
+        self.fault("stack", rules.stack_fault("reset's obs", obs, obs, every, every, spec))
         self.live = [(name, value, value.clone()) for name, value in obs.items()]
         digests, first, last = [], {k: v.clone() for k, v in obs.items()}, None
         for index, action in enumerate(self.actions(steps)):
@@ -113,7 +101,7 @@ class Checker:
             if last is not None:  # judged one step late: a lost life is recognised by the row after it
                 last.next_valid = step.valid.clone()
                 self.judge(last)
-            last = following(spec, last, clone(step), first)
+            last = rules.following(spec, last, step.map(torch.clone), first)
             digests.append(digest(step))
         if last is not None:
             self.judge(last)
@@ -125,27 +113,27 @@ class Checker:
         """Take one step with ``action`` [N, A] or [N] and test the rules on its tensors; None if a shape is wrong."""
         spec, given = self.env.spec, action.clone()
         step = self.env.step(action)
-        self.fault("shapes", shapes_fault(step, spec), index)
+        self.fault("shapes", rules.shapes_fault(step, spec), index)
         if "shapes" in self.faults:
             return None
-        self.fault("log", log_fault(step, spec), index)
+        self.fault("log", rules.log_fault(step, spec), index)
         self.fault("action_kept", "step wrote to the action it was given" * (not torch.equal(action, given)))
         for name, value, copy in self.live:
-            rewritten = bool(differs(value, copy).any())
+            rewritten = bool(rules.differs(value, copy).any())
             self.fault("buffers", f"{name} was rewritten by the next step: return copies" * rewritten, index)
-        self.live = [(name, value, value.clone()) for name, value in tensors(step)]
+        self.live = [(name, value, value.clone()) for name, value in rules.tensors(step)]
         return step
 
-    def judge(self, row: Row) -> None:
+    def judge(self, row: rules.Row) -> None:
         """Test ``STEP_RULES`` on one row and count its ends."""
-        for name, rule in STEP_RULES.items():
+        for name, rule in rules.STEP_RULES.items():
             self.fault(name, rule(row), row.index)
-        close = closes(row)
+        close = rules.closes(row)
         self.ends += int(close.sum())
         if row.spec.max_episode_steps is not None:
             self.limited += int((close & (row.length >= row.spec.max_episode_steps)).sum())
         for name, obs in row.step.obs.items():
-            self.kept |= bool((differs(obs, row.step.final_obs[name]) & close).any())
+            self.kept |= bool((rules.differs(obs, row.step.final_obs[name]) & close).any())
 
     def repeat(self, digests: list[dict[str, bytes]]) -> None:
         """Test the rules that repeat the main run: determinism, state, groups, capture, action range."""
@@ -222,7 +210,8 @@ class Checker:
         far = []
         for index, action in enumerate(self.actions(steps, 3.0)):
             step = env.step(action)
-            bad = [name for name, value in tensors(step) if value.is_floating_point() and not value.isfinite().all()]
+            numbers = ((name, value) for name, value in rules.tensors(step) if value.is_floating_point())
+            bad = [name for name, value in numbers if not value.isfinite().all()]
             if "finite" not in self.faults and bad:
                 self.fault("action_range", f"{bad[0]} holds NaN or infinity after actions in [-3, 3]", index)
             far.append(digest(step))
@@ -249,9 +238,8 @@ class Checker:
             skipped.setdefault("final_obs_kept", "spec.final_obs=never: windows that end in a truncation are left out")
         if not self.limited:
             none = spec.max_episode_steps is None
-            skipped.setdefault(
-                "time_limit", "no limit" if none else f"none of {spec.max_episode_steps} rows was reached"
-            )
+            reason = "no limit" if none else f"none of {spec.max_episode_steps} rows was reached"
+            skipped.setdefault("time_limit", reason)
         return [
             Result(name, False, self.faults[name])
             if name in self.faults
@@ -297,7 +285,7 @@ def digest(step: Step) -> dict[str, bytes]:
     """Return name -> hash of the bytes of every tensor of a step."""
     return {
         name: hashlib.blake2b(value.detach().cpu().contiguous().numpy().tobytes(), digest_size=16).digest()
-        for name, value in tensors(step)
+        for name, value in rules.tensors(step)
     }
 
 
@@ -364,5 +352,5 @@ def check_env(env: VecEnv, steps: int = 200, seed: int = 0, described: EnvSpec |
     digests = checker.inspect(steps)
     if "shapes" not in checker.faults:
         checker.repeat(digests)
-        checker.fault("shapes", obs_fault("reset's obs", env.reset(), env.spec))
+        checker.fault("shapes", rules.obs_fault("reset's obs", env.reset(), env.spec))
     return Report(env.spec.name, checker.results())

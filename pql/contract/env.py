@@ -247,17 +247,10 @@ class VecEnv(Protocol):
         ...
 
 
-EnvFactory = Callable[..., VecEnv]
-"""``factory(num_envs, device, **kwargs) -> VecEnv``. An optional attribute ``describe`` of the same signature returns
-the ``EnvSpec`` without starting the simulator, so that memory use can be checked first; None: it cannot tell."""
-
-
 def capturable(env: VecEnv) -> bool:
-    """Return True if ``env.step`` can be captured in a CUDA graph; see ``pql.contract.optional``.
-
-    A class that overrides methods of a capturable one must declare it anew: Python code of its own would run only while
-    the graph is captured. If it does not, the answer is False, with a warning, once for each class.
-    """
+    """Return True if ``env.step`` can be captured in a CUDA graph; see ``pql.contract.optional``. A class that
+    overrides methods of a capturable one must declare it anew: Python code of its own would run only while the graph is
+    captured. If it does not, the answer is False, with a warning, once for each class."""
     if not getattr(env, "capturable", False):
         return False
     if changed := undeclared(env):
@@ -323,10 +316,7 @@ def make_env(name: str, num_envs: int = 64, device: str | torch.device = "cpu", 
 
 def adapted(env: Any, device: torch.device | None = None) -> Any:
     """Return ``env``, or, if it is a ``gymnasium.vector.VectorEnv``, a ``VecEnv`` of it with tensors on ``device``.
-
-    Raises:
-        ConfigError: an unsupported space or autoreset mode.
-    """
+    Raises ``ConfigError``: an unsupported space or autoreset mode."""
     if isinstance(getattr(env, "spec", None), EnvSpec) or not hasattr(env, "single_action_space"):
         return env
     return import_name("env", "pql.envs.adapters.gymnasium:GymnasiumVec").of(env, device or torch.device("cpu"))
@@ -347,10 +337,8 @@ def check_protocol(env: Any, setting: str = "env", name: str | None = None) -> N
 
 
 def check_keywords(factory: Callable[..., Any], kwargs: Mapping[str, Any], prefix: str = "") -> None:
-    """Raise ``ConfigError`` for the first keyword that ``factory`` does not take.
-
-    A factory with ``**kwargs`` checks its keywords itself. The error names the keyword with ``prefix`` before it.
-    """
+    """Raise ``ConfigError`` for the first keyword that ``factory`` does not take. A factory with ``**kwargs`` checks
+    its keywords itself. The error names the keyword with ``prefix`` before it."""
     taken = inspect.signature(factory).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in taken):
         return

@@ -160,11 +160,8 @@ class Stepper:
 
 
 def grouped_spec(one: EnvSpec, groups: int) -> EnvSpec:
-    """Return the specification of ``groups`` simulators with specification ``one``, combined.
-
-    Raises:
-        ConfigError: the simulator allows only one instance per process, or steps on a GPU.
-    """
+    """Return the specification of ``groups`` simulators with specification ``one``, combined. Raises ``ConfigError``:
+    the simulator allows only one instance per process, or steps on a GPU."""
     if one.single_instance:
         raise ConfigError("placement.groups", groups, f"null or 1: a process can hold only one {one.name}")
     if one.device.type != "cpu":

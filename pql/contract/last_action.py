@@ -143,11 +143,8 @@ class LastAction:
 
 
 def last_action_spec(spec: EnvSpec) -> EnvSpec:
-    """Return ``spec`` with the observation group ``last``.
-
-    Raises:
-        ConfigError: the actions are continuous, or ``spec`` has a group ``last`` already.
-    """
+    """Return ``spec`` with the observation group ``last``. Raises ``ConfigError``: the actions are continuous, or
+    ``spec`` has a group ``last`` already."""
     if isinstance(spec.action, Box):
         raise ConfigError("task", spec.name, f"a task with discrete actions; this one has {spec.action}")
     if GROUP in spec.obs:

@@ -25,9 +25,7 @@ def register(name: str, factory: Any) -> None:
 
 def takes(settings: type) -> Callable[[Any], Any]:
     """Decorate a method ``(self, num_envs, device, **keywords)``: the fields of the dataclass are its keywords.
-
-    ``inspect.signature`` of the factory then shows them, and an unknown keyword is refused by name.
-    """
+    ``inspect.signature`` of the factory then shows them, and an unknown keyword is refused by name."""
 
     def mark(method: Any) -> Any:
         own = [p for p in inspect.signature(method).parameters.values() if p.kind is not p.VAR_KEYWORD]
@@ -52,10 +50,7 @@ def check_name(name: str) -> None:
 
 def check_chosen(name: str, given: Container[str], prefix: Mapping[str, str] | None = None) -> None:
     """Raise ``ConfigError`` if ``name`` is a simulator of many tasks and the keywords ``given`` choose none of them.
-
-    Args:
-        prefix: keyword -> prefix of its setting, for the error; the key "" holds the default.
-    """
+    ``prefix``: keyword -> prefix of its setting, for the error; the key "" holds the default."""
     from pql.envs import CHOOSES
 
     if name in CHOOSES and (chosen := CHOOSES[name])[0] not in given:
@@ -65,11 +60,8 @@ def check_chosen(name: str, given: Container[str], prefix: Mapping[str, str] | N
 
 
 def find_factory(name: str) -> Any:
-    """Return the factory of a task name, or of ``module:attribute``.
-
-    Raises:
-        ConfigError: unknown name, or its simulator is not installed (the message names the package).
-    """
+    """Return the factory of a task name, or of ``module:attribute``. Raises ``ConfigError``: unknown name, or its
+    simulator is not installed (the message names the package)."""
     from pql.envs import BUILTIN, EXTRA_OF, NEEDS
 
     if name in _registered:
@@ -90,19 +82,13 @@ def find_factory(name: str) -> Any:
         extra = EXTRA_OF.get(module)
         if extra is None or (error.name or "").startswith("pql"):
             raise
-        raise ConfigError(
-            "task", name, f"the package {error.name!r}, which is not installed: pip install 'pql-rl[{extra}]'"
-        ) from error
+        needed = f"the package {error.name!r}, which is not installed: pip install 'pql-rl[{extra}]'"
+        raise ConfigError("task", name, needed) from error
 
 
 def import_name(setting: str, name: str) -> Any:
-    """Import ``module:attribute``; the working directory is searched first.
-
-    Args:
-        setting: named by the error.
-    Raises:
-        ConfigError: it cannot be imported.
-    """
+    """Import ``module:attribute``; the working directory is searched first. ``setting``: named by the error. Raises
+    ``ConfigError``: it cannot be imported."""
     module, _, attribute = name.partition(":")
     try:
         if odd := [part for part in (*module.split("."), *attribute.split(".")) if not part.isidentifier()]:

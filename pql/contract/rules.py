@@ -37,9 +37,7 @@ def ended(step: Step) -> Tensor:
 
 def continues(row: Row) -> Tensor:
     """Return [N] bool: rows with ``terminated`` whose episode continues (a lost life, if ``spec.info`` declares it).
-
-    Under next-step autoreset such a row is recognised by the missing filler row after it.
-    """
+    Under next-step autoreset such a row is recognised by the missing filler row after it."""
     if not row.spec.info.get("lost_life"):
         return torch.zeros_like(row.step.first)
     return row.step.terminated & (row.next_valid if row.spec.autoreset == "next_step" else ~row.step.first)
@@ -85,11 +83,6 @@ def tensors(step: Step) -> Iterator[tuple[str, Tensor]]:
             yield from ((f"{name}[{key}]", tensor) for key, tensor in value.items())
         else:
             yield name, value
-
-
-def clone(step: Step) -> Step:
-    """Copy every tensor of a step."""
-    return step.map(torch.clone)
 
 
 # --- rules on one step: "" if it holds, else the message ----------------------------------------------------------
@@ -198,9 +191,8 @@ def first(row: Row) -> str:
     rows = "a row that ends an episode" if same else "the filler row after an episode's end"
     if (bad & begins).any():
         return f"first is missing on {rows}{where(bad & begins)}"
-    return (
-        f"first is set on other than {rows}{where(bad)}; declare spec.info['restarts'] if the simulator restarts itself"
-    )
+    declare = "declare spec.info['restarts'] if the simulator restarts itself"
+    return f"first is set on other than {rows}{where(bad)}; {declare}"
 
 
 def filler(row: Row) -> str:
@@ -256,14 +248,5 @@ def stack_fault(name: str, obs: Obs, before: Obs, begins: Tensor, asked: Tensor,
     return ""
 
 
-STEP_RULES: dict[str, Callable[[Row], str]] = {
-    "finite": finite,
-    "disjoint": disjoint,
-    "final_obs": final_obs,
-    "final_ok": final_ok,
-    "first": first,
-    "filler": filler,
-    "filler_flags": filler_flags,
-    "time_limit": time_limit,
-    "stack": stack,
-}
+_RULES = (finite, disjoint, final_obs, final_ok, first, filler, filler_flags, time_limit, stack)
+STEP_RULES: dict[str, Callable[[Row], str]] = {rule.__name__: rule for rule in _RULES}

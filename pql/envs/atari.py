@@ -28,7 +28,6 @@ class AtariVec:
         num_envs: N.
         device: where the tensors go; the consoles run on the host.
         keywords: fields of :class:`AtariSettings`.
-
     Raises:
         ConfigError: an unknown game, or a value out of range.
     """

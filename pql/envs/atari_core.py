@@ -87,6 +87,7 @@ class Consoles:
     """``count`` consoles with one game, which step together. ``shown`` [K, 4, 84, 84] is the latest observation."""
 
     def __init__(self, settings: AtariSimSettings, count: int):
+        frames: dict[str, Any] = {"img_height": SIZE, "img_width": SIZE, "stack_num": STACK, "frameskip": SKIP}
         self.vec = AtariVectorEnv(
             settings.game,
             count,
@@ -95,13 +96,10 @@ class Consoles:
             repeat_action_probability=settings.sticky,
             full_action_space=settings.full_actions,
             autoreset_mode=MODES[settings.autoreset],
-            img_height=SIZE,
-            img_width=SIZE,
-            stack_num=STACK,
-            frameskip=SKIP,
             noop_max=settings.noop_max + 1 if settings.noop_max else 0,
             use_fire_reset=settings.fire_reset,
             reward_clipping=False,
+            **frames,
         )
         self._life_loss, self._next = settings.life_loss, settings.autoreset == "next_step"
         self._ended = np.zeros(count, dtype=bool)

@@ -54,7 +54,6 @@ class TorchEnv:
         max_episode_steps: time limit in steps; None: the task's (``time_limit``).
         stagger: start the first episodes at random points of the time limit, so that not all environments are
             truncated on the same step.
-
     Raises:
         ConfigError: a size that is not a positive whole number.
     """
@@ -85,6 +84,10 @@ class TorchEnv:
         self._state = torch.zeros(num_envs, self.state_size, device=device)
         self._steps = torch.zeros(num_envs, dtype=torch.int64, device=device)
         self._true = torch.ones(num_envs, dtype=torch.bool, device=device)
+        self.setup()
+
+    def setup(self) -> None:
+        """Make constants on the device; called when the environment is built."""
 
     @property
     def generators(self) -> list[torch.Generator]:
@@ -165,12 +168,10 @@ class TorchEnv:
         self._state.copy_(torch.where(done[:, None], self.draw(), state))
         self._steps.masked_fill_(done, 0)
         obs = self.observe(self._state)
-        return Step(
-            {"policy": obs}, reward, terminated, truncated, done, {"policy": final}, self._true, self._true, log
-        )
+        seen, ends, yes = {"policy": obs}, {"policy": final}, self._true
+        return Step(seen, reward, terminated, truncated, done, ends, yes, yes, log)
 
-    def close(self) -> None:
-        pass
+    def close(self) -> None: ...
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of everything the next step depends on."""
@@ -232,31 +233,13 @@ class Pendulum(Drawn, TorchEnv):
         return Transition(torch.stack((angle, speed), 1), reward, torch.zeros_like(self._true), log)
 
 
-class CartpoleSwingup(Drawn, TorchEnv):
-    """Cart-pole, started hanging: swing the pole up and balance it near the middle of the rail.
+class CartAndPole(Drawn, TorchEnv):
+    """State and dynamics of both cart-poles, without friction; the pole is a uniform rod. Source: Florian (2007),
+    "Correct equations for the dynamics of the cart-pole system"."""
 
-    Equations of Florian (2007), "Correct equations for the dynamics of the cart-pole system", without friction
-    (the pole is a uniform rod), integrated with RK4 at 50 Hz. obs [N, 5]: cart position (m), cos and sin of the
-    pole's angle (0 is upright), cart velocity (m/s), pole velocity (rad/s). action [N, 1]: force / 10 N.
-    reward = upright * centred * calm * effort, each in [0, 1], of the state after the step; at most 1 per step.
-    Terminates where the cart leaves the rail (2.4 m to either side); 500 steps, that is 10 s.
-    """
-
-    name, obs_size, action_size, state_size, time_limit = "cartpole_swingup", 5, 1, 4, 500
-    terms = ("upright", "centred", "calm", "effort")
-    capturable = True
-    gravity, mass_cart, mass_pole, half_length, max_force, dt, rail = 9.8, 1.0, 0.1, 0.5, 10.0, 0.02, 2.4
-    action_limit = max_force
+    state_size, time_limit, dt = 4, 500, 0.02
+    gravity, mass_cart, mass_pole, half_length, rail = 9.8, 1.0, 0.1, 0.5, 2.4
     view, paint = ((-3.45, -1.1), (3.45, 1.1)), staticmethod(draw.cartpole)
-
-    def draw(self) -> Tensor:
-        start = self.uniform(4) * 0.1
-        start[:, 2] += math.pi
-        return start
-
-    def observe(self, state: Tensor) -> Tensor:
-        x, x_dot, angle, angle_dot = state.unbind(1)
-        return torch.stack((x, angle.cos(), angle.sin(), x_dot, angle_dot), 1)
 
     def derivative(self, state: Tensor, force: Tensor) -> Tensor:
         """Return d/dt of (x, x_dot, angle, angle_dot), [N, 4], under ``force`` [N] in newtons."""
@@ -266,6 +249,30 @@ class CartpoleSwingup(Drawn, TorchEnv):
         push = (force + moment * angle_dot**2 * sin) / total
         angle_acc = (self.gravity * sin - cos * push) / (self.half_length * (4 / 3 - self.mass_pole * cos**2 / total))
         return torch.stack((x_dot, push - moment * angle_acc * cos / total, angle_dot, angle_acc), 1)
+
+
+class CartpoleSwingup(CartAndPole):
+    """Cart-pole, started hanging: swing the pole up and balance it near the middle of the rail.
+
+    Integrated with RK4 at 50 Hz. obs [N, 5]: cart position (m), cos and sin of the pole's angle (0 is upright), cart
+    velocity (m/s), pole velocity (rad/s). action [N, 1]: force / 10 N.
+    reward = upright * centred * calm * effort, each in [0, 1], of the state after the step; at most 1 per step.
+    Terminates where the cart leaves the rail (2.4 m to either side); 500 steps, that is 10 s.
+    """
+
+    name, obs_size, action_size = "cartpole_swingup", 5, 1
+    terms = ("upright", "centred", "calm", "effort")
+    capturable = True
+    action_limit = max_force = 10.0
+
+    def draw(self) -> Tensor:
+        start = self.uniform(4) * 0.1
+        start[:, 2] += math.pi
+        return start
+
+    def observe(self, state: Tensor) -> Tensor:
+        x, x_dot, angle, angle_dot = state.unbind(1)
+        return torch.stack((x, angle.cos(), angle.sin(), x_dot, angle_dot), 1)
 
     def advance(self, state: Tensor, action: Tensor) -> Transition:
         force = action[:, 0] * self.max_force
@@ -282,7 +289,7 @@ class CartpoleSwingup(Drawn, TorchEnv):
         return Transition(state, reward, x.abs() > self.rail, log)
 
 
-class Cartpole(Drawn, TorchEnv):
+class Cartpole(CartAndPole):
     """Cart-pole, started upright: gymnasium's CartPole-v1, equation for equation. Discrete actions.
 
     obs [N, 4]: cart position (m), cart velocity (m/s), pole angle (0 is upright, rad), pole velocity (rad/s).
@@ -290,12 +297,10 @@ class Cartpole(Drawn, TorchEnv):
     2.4 m from the middle or the pole 12 degrees from upright; 500 steps of 0.02 s (Euler).
     """
 
-    name, obs_size, action_size, state_size, time_limit = "cartpole", 4, 2, 4, 500
+    name, obs_size, action_size = "cartpole", 4, 2
     terms, discrete = (), True
     capturable = True
-    gravity, mass_cart, mass_pole, half_length, force, dt = 9.8, 1.0, 0.1, 0.5, 10.0, 0.02
-    rail, tilt = 2.4, math.radians(12)
-    view, paint = ((-3.45, -1.1), (3.45, 1.1)), staticmethod(draw.cartpole)
+    force, tilt = 10.0, math.radians(12)
 
     def draw(self) -> Tensor:
         return self.uniform(4) * 0.05
@@ -304,16 +309,9 @@ class Cartpole(Drawn, TorchEnv):
         return state.clone()
 
     def advance(self, state: Tensor, action: Tensor) -> Transition:
-        x, x_dot, angle, angle_dot = state.unbind(1)
-        total, moment = self.mass_cart + self.mass_pole, self.mass_pole * self.half_length
-        sin, cos = angle.sin(), angle.cos()
-        push = ((2 * action - 1) * self.force + moment * angle_dot**2 * sin) / total
-        angle_acc = (self.gravity * sin - cos * push) / (self.half_length * (4 / 3 - self.mass_pole * cos**2 / total))
-        x_acc = push - moment * angle_acc * cos / total
-        change = torch.stack((x_dot, x_acc, angle_dot, angle_acc), 1)
-        state = state + self.dt * change
+        state = state + self.dt * self.derivative(state, (2 * action - 1) * self.force)
         fell = (state[:, 0].abs() > self.rail) | (state[:, 2].abs() > self.tilt)
-        return Transition(state, torch.ones_like(x), fell, {})
+        return Transition(state, torch.ones_like(state[:, 0]), fell, {})
 
 
 class BallBalance(Drawn, TorchEnv):
@@ -339,14 +337,7 @@ class BallBalance(Drawn, TorchEnv):
     view, paint = ((-0.7, -0.5), (0.7, 0.5)), staticmethod(draw.ball_balance)
     stiffness, damping, friction, dt, substeps = 1500.0, 39.0, 0.8, 0.02, 4
 
-    def __init__(
-        self,
-        num_envs: int = 64,
-        device: str | torch.device = "cpu",
-        max_episode_steps: int | None = None,
-        stagger: bool = False,
-    ):
-        super().__init__(num_envs, device, max_episode_steps, stagger)
+    def setup(self) -> None:
         turn = torch.tensor([90.0, 210.0, 330.0], device=self.spec.device).deg2rad()
         slope = 2 / (3 * self.leg_radius)
         # Leg heights [N, 3] @ plane [3, 3] = the plate's height in the middle and its slopes along x and y.

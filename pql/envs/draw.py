@@ -18,11 +18,8 @@ SMOOTH = 3  # supersampling factor of the drawing
 
 
 class Canvas:
-    """Image of ``width`` x ``height`` pixels that covers at least the ``view`` ((left, bottom), (right, top)).
-
-    Raises:
-        ConfigError: pillow is not installed.
-    """
+    """Image of ``width`` x ``height`` pixels that covers at least the ``view`` ((left, bottom), (right, top)). Raises
+    ``ConfigError``: pillow is not installed."""
 
     def __init__(self, width: int, height: int, view: tuple[Point, Point]):
         try:

@@ -25,10 +25,8 @@ class Stage:
 
 class Handover:
     """Converts arrays that a simulator allocates at every step to device tensors, by name: without a copy on the CPU,
-    through pinned buffers on CUDA.
-
-    Call ``wait()``, then any number of ``send``, then ``sent()``; the next ``wait`` waits for these copies.
-    """
+    through pinned buffers on CUDA. Call ``wait()``, then any number of ``send``, then ``sent()``; the next ``wait``
+    waits for these copies."""
 
     def __init__(self, device: torch.device):
         self._device, self._stages = device, dict[str, Stage]()

@@ -164,18 +164,8 @@ class Counter:
         if not same:
             obs = obs.masked_fill(lost[:, None], LOST)
         final = torch.where((ended & ~lost)[:, None], final, obs)
-        log = {"rows": (~filler).float()}
-        return Step(
-            {"policy": obs},
-            reward,
-            terminated,
-            ended & ~terminated,
-            first,
-            {"policy": final},
-            ~(lost | restart),
-            ~filler,
-            log,
-        )
+        seen, ends, log = {"policy": obs}, {"policy": final}, {"rows": (~filler).float()}
+        return Step(seen, reward, terminated, ended & ~terminated, first, ends, ~(lost | restart), ~filler, log)
 
     def close(self) -> None:
         pass
@@ -231,14 +221,7 @@ class LQR(TorchEnv):
     capturable = True
     start_range = 0.5
 
-    def __init__(
-        self,
-        num_envs: int = 64,
-        device: str | torch.device = "cpu",
-        max_episode_steps: int | None = None,
-        stagger: bool = False,
-    ):
-        super().__init__(num_envs, device, max_episode_steps, stagger)
+    def setup(self) -> None:
         wide = partial(torch.tensor, dtype=torch.float64, device=self.spec.device)
         self.A = wide([[1.0, 0.0, 0.2, 0.0], [0.0, 1.0, 0.0, 0.2], [-0.4, 0.1, 0.5, 0.0], [0.1, -0.4, 0.0, 0.5]])
         self.B = wide([[0.0, 0.0], [0.0, 0.0], [0.2, 0.0], [0.0, 0.2]])
@@ -260,11 +243,7 @@ class LQR(TorchEnv):
 
     def optimal_gain(self, gamma: float) -> Tensor:
         """Return K of the optimal policy u = -K x, [2, 4] float64, by iterating the Riccati equation to its fixed
-        point.
-
-        Raises:
-            ConfigError: gamma outside [0, 1].
-        """
+        point. Raises ``ConfigError``: gamma outside [0, 1]."""
         if not 0 <= gamma <= 1:
             raise ConfigError("gamma", gamma, "a discount in [0, 1]")
         A, B, P = self.A, self.B, self.Q
@@ -300,7 +279,6 @@ class LQR(TorchEnv):
 
         Args:
             obs: [..., 4]; action: [..., 2] in [-1, 1].
-
         Returns:
             [...] float64.
         """

@@ -30,10 +30,8 @@ class StepAssembler:
         self._parts: dict[tuple[int, int], Part] = {}
 
     def step(self, part: slice, answers: Sequence[Answer]) -> Step:
-        """Return the step of the slots ``part``, fields [n, ...]. Slots without an answer get filler rows.
-
-        The tensors are overwritten by the next call for the same part.
-        """
+        """Return the step of the slots ``part``, fields [n, ...]. Slots without an answer get filler rows. The tensors
+        are overwritten by the next call for the same part."""
         key = (part.start, part.stop)
         if key not in self._parts:
             self._parts[key] = Part(self.spec, {k: v[part] for k, v in self.shown.items()})

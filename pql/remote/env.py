@@ -53,7 +53,6 @@ class Remote:
         start_seconds: time limit of a reset and of an actor's first step.
         eval_envs: number of additional slots for evaluation (``pql actor --role eval``).
         task: task name and settings, shown in the command line suggested for starting actors.
-
     Raises:
         ConfigError: an invalid address, or one that other machines can reach without token and TLS.
         RunError: no actor within ``timeout`` seconds.
@@ -84,16 +83,8 @@ class Remote:
         self._evaluation = SlotTable(eval_envs) if eval_envs else None
         cert_file, key_file = (None if v is None else expanded(k, v) for k, v in (("cert", cert), ("key", key)))
         secret = read_token("token_file", token_file)
-        self.server = ActorServer(
-            listen,
-            self.table,
-            self._evaluation,
-            secret,
-            cert_file,
-            key_file,
-            step_seconds=step_seconds,
-            start_seconds=start_seconds,
-        )
+        limits: dict[str, Any] = {"step_seconds": step_seconds, "start_seconds": start_seconds}
+        self.server = ActorServer(listen, self.table, self._evaluation, secret, cert_file, key_file, **limits)
         try:
             facts = self._first_actor()
             groups = choose_groups(num_envs, facts["num_envs"]) if groups is None else groups
@@ -107,10 +98,8 @@ class Remote:
 
     def _first_actor(self) -> dict[str, Any]:
         """Wait for the first actor and return its specification."""
-        self.server.tell(
-            f"waiting for the first actor (at most {self.timeout:g} s): "
-            f"pql actor --connect {self.server.address} --num-envs K --task {self.task}"
-        )
+        command = f"pql actor --connect {self.server.address} --num-envs K --task {self.task}"
+        self.server.tell(f"waiting for the first actor (at most {self.timeout:g} s): {command}")
         end = time.monotonic() + self.timeout
         while not self.server.known.wait(max(0.0, min(deadlines.LOOK, end - time.monotonic()))):
             touch()  # this wait has its own time limit
@@ -119,9 +108,8 @@ class Remote:
             if interrupt.asked():
                 raise KeyboardInterrupt("no actor had connected: nothing to save")
             if time.monotonic() >= end:
-                raise RunError(
-                    f"no actor connected to {self.server.address} within {self.timeout:g} s (task.kwargs.timeout)"
-                )
+                within = f"within {self.timeout:g} s (task.kwargs.timeout)"
+                raise RunError(f"no actor connected to {self.server.address} {within}")
         return self.server.facts
 
     # -- VecEnv -------------------------------------------------------------------------------------------------------
@@ -199,12 +187,7 @@ class SlotEnv:
     def step(self, action: Tensor) -> Step:
         """Step with ``action`` [N, A] or [N]. Fields [N, ...] are new tensors; rows without an actor are fillers."""
         self.table.act(np.arange(self.table.size), action.cpu().numpy())
-        step = self.assembler.step(slice(0, self.table.size), self._everybody())
-
-        def copy(field: Any) -> Any:
-            return {k: v.clone() for k, v in field.items()} if isinstance(field, dict) else field.clone()
-
-        return Step(*map(copy, step))
+        return self.assembler.step(slice(0, self.table.size), self._everybody()).map(torch.clone)
 
     def close(self) -> None:
         """Do nothing: the training environment owns the server."""
@@ -217,11 +200,8 @@ class SlotEnv:
         return answers
 
     def check_alive(self) -> None:
-        """Report once if no actor is connected.
-
-        Raises:
-            RunError: none has been connected for ``timeout`` seconds, or the table was closed.
-        """
+        """Report once if no actor is connected. Raises ``RunError``: none has been connected for ``timeout`` seconds,
+        or the table was closed."""
         touch()  # this wait has its own time limit
         if self.table.closed or not self.server.alive:
             raise RunError("the server for remote actors was closed")

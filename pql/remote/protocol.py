@@ -34,6 +34,14 @@ LARGEST = 64 << 20  # bytes of a message; the transport refuses a larger one bef
 LARGEST_JSON = 64 << 10
 FLAGS = ("terminated", "truncated", "first", "valid", "final_ok")  # bits of a row's flags, lowest first
 TYPES = ("float32", "uint8", "int8", "int16", "int32", "int64", "bool")  # of observations
+SIZES = (("grpc.max_receive_message_length", LARGEST), ("grpc.max_send_message_length", LARGEST))
+KEEPALIVE = (  # pings of either side detect a stopped process or a broken connection after 10 s + 5 s
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
 LOOPBACK = ("127.", "localhost:", "[::1]:", "unix:")  # prefixes of addresses that only this machine can reach
 
 Arrays = dict[str, np.ndarray]
@@ -75,11 +83,8 @@ def pack_json(kind: int, run_id: int, seq: int, facts: Mapping[str, Any]) -> byt
 
 
 def unpack(message: bytes) -> Frame:
-    """Split a message into header fields and body.
-
-    Raises:
-        ProtocolError: not a frame of this version, or truncated.
-    """
+    """Split a message into header fields and body. Raises ``ProtocolError``: not a frame of this version, or
+    truncated."""
     if len(message) < HEADER.size:
         raise ProtocolError(f"{len(message)} bytes are too short for a frame")
     magic, version, kind, zero, run_id, seq, size, more = HEADER.unpack_from(message)
@@ -93,25 +98,16 @@ def unpack(message: bytes) -> Frame:
 
 
 def expect(frame: Frame, kind: int, run_id: int, seq: int) -> Frame:
-    """Return ``frame`` after checking its kind, run id and sequence number.
-
-    Raises:
-        ProtocolError: one of them differs.
-    """
+    """Return ``frame`` after checking its kind, run id and sequence number. Raises ``ProtocolError``: one of them
+    differs."""
     if (frame.kind, frame.run_id, frame.seq) != (kind, run_id, seq):
-        raise ProtocolError(
-            f"frame {frame.kind} of run {frame.run_id:x}, number {frame.seq}: expected frame {kind} of run "
-            f"{run_id:x}, number {seq}"
-        )
+        got, wanted = (f"frame {k} of run {r:x}, number {s}" for k, r, s in (frame[:3], (kind, run_id, seq)))
+        raise ProtocolError(f"{got}: expected {wanted}")
     return frame
 
 
 def read_json_frame(body: memoryview) -> dict[str, Any]:
-    """Parse the body as a JSON object.
-
-    Raises:
-        ProtocolError: it is too long, or not a JSON object.
-    """
+    """Parse the body as a JSON object. Raises ``ProtocolError``: it is too long, or not a JSON object."""
     if len(body) > LARGEST_JSON:
         raise ProtocolError(f"{len(body)} bytes of JSON, at most {LARGEST_JSON}")
     try:
@@ -124,11 +120,8 @@ def read_json_frame(body: memoryview) -> dict[str, Any]:
 
 
 def read_seed(body: memoryview) -> int:
-    """Parse the body of a RESET message: a seed below 2^63.
-
-    Raises:
-        ProtocolError: wrong size, or a larger number.
-    """
+    """Parse the body of a RESET message: a seed below 2^63. Raises ``ProtocolError``: wrong size, or a larger
+    number."""
     seed = int.from_bytes(body, "little")
     if len(body) != 8 or seed >= 2**63:
         raise ProtocolError(f"a seed of {len(body)} bytes: expected 8, and a number below 2^63")
@@ -139,11 +132,8 @@ def read_seed(body: memoryview) -> int:
 
 
 def check_facts(facts: Any) -> dict[str, Any]:
-    """Validate a received specification (see ``far_build.describe``) and return its known fields.
-
-    Raises:
-        ProtocolError: a field is missing or invalid; the message names it.
-    """
+    """Validate a received specification (see ``far_build.describe``) and return its known fields. Raises
+    ``ProtocolError``: a field is missing or invalid; the message names it."""
     if not isinstance(facts, Mapping):
         raise ProtocolError("specification: a JSON object is expected")
     for name, rule in RULES.items():
@@ -219,14 +209,8 @@ RULES: dict[str, Callable[[Any], bool]] = {
 
 
 class Layout:
-    """Layout of the rows of K environments in a message, derived from their specification.
-
-    Args:
-        facts: specification from :func:`check_facts`; ``num_envs`` is K.
-
-    Raises:
-        ProtocolError: a step may exceed the largest message.
-    """
+    """Layout of the rows of K environments in a message, derived from their specification. ``facts``: specification
+    from :func:`check_facts`; ``num_envs`` is K. Raises ``ProtocolError``: a step may exceed the largest message."""
 
     def __init__(self, facts: Mapping[str, Any]):
         self.count: int = facts["num_envs"]
@@ -242,10 +226,8 @@ class Layout:
         largest = HEADER.size + self.count * (2 * self.row_bytes + 9 + 4 * self.terms) + 4
         if largest > LARGEST:
             fit = int(self.count * LARGEST / largest)
-            raise ProtocolError(
-                f"a step of {self.count} environments may take {largest} bytes, a message at most "
-                f"{LARGEST}: at most {fit} environments an actor"
-            )
+            what = f"a step of {self.count} environments may take {largest} bytes, a message at most {LARGEST}"
+            raise ProtocolError(f"{what}: at most {fit} environments an actor")
 
     def pack_obs(self, run_id: int, seq: int, obs: Mapping[str, np.ndarray]) -> bytes:
         """Return an OBS message of first observations [K, ...], newest frames only."""
@@ -257,40 +239,23 @@ class Layout:
         log = [np.ascontiguousarray(v, "<f4") for v in step.log.values()]
         ended = np.flatnonzero(np.asarray(step.first) & np.asarray(step.valid)).astype("<u4")
         finals = self._obs_parts({k: v[ended] for k, v in step.final_obs.items()}) if len(ended) else []
-        reward = np.ascontiguousarray(step.reward, "<f4")
-        return pack(
-            STEP,
-            run_id,
-            seq,
-            reward,
-            *log,
-            np.ascontiguousarray(flags),
-            *self._obs_parts(step.obs),
-            np.uint32(len(ended)).tobytes(),
-            ended,
-            *finals,
-        )
+        rows = [np.ascontiguousarray(step.reward, "<f4"), *log, np.ascontiguousarray(flags)]
+        ends = [np.uint32(len(ended)).tobytes(), ended, *finals]
+        return pack(STEP, run_id, seq, *rows, *self._obs_parts(step.obs), *ends)
 
     def _obs_parts(self, obs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         return [np.ascontiguousarray(obs[k], dtype) for k, (_, dtype) in self.obs.items()]
 
     def read_obs(self, body: memoryview) -> ActorRows:
-        """Parse the body of an OBS message.
-
-        Raises:
-            ProtocolError: wrong size.
-        """
+        """Parse the body of an OBS message. Raises ``ProtocolError``: wrong size."""
         reader = FrameReader(body)
         obs = self._read_obs(reader, self.count)
         reader.end()
         return ActorRows(obs)
 
     def read_step(self, body: memoryview) -> ActorRows:
-        """Parse the body of a STEP message.
-
-        Raises:
-            ProtocolError: wrong size, unknown flags, or final observations of rows where no episode began.
-        """
+        """Parse the body of a STEP message. Raises ``ProtocolError``: wrong size, unknown flags, or final observations
+        of rows where no episode began."""
         reader, n = FrameReader(body), self.count
         reward = reader.array("<f4", (n,))
         log = reader.array("<f4", (self.terms, n))
@@ -315,11 +280,8 @@ class Layout:
         return pack(ACT, run_id, seq, np.ascontiguousarray(action, self.action_type))
 
     def read_action(self, body: memoryview) -> np.ndarray:
-        """Parse the body of an ACT message: [K, A] float32, [K] or [K, A] int64.
-
-        Raises:
-            ProtocolError: wrong size.
-        """
+        """Parse the body of an ACT message: [K, A] float32, [K] or [K, A] int64. Raises ``ProtocolError``: wrong
+        size."""
         reader = FrameReader(body)
         action = reader.array(self.action_type, self.action_shape)
         reader.end()

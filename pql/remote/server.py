@@ -27,13 +27,8 @@ from pql.remote.protocol import BYE, LOOPBACK, OBS, RESET, STEP, ProtocolError, 
 from pql.remote.slot_table import FullError, RemoteActor, SlotTable, TooManyError
 from pql.remote.token import CERTIFICATE, KEY, read_file
 
-# Pings detect a stopped process or a broken connection after 10 s + 5 s.
-KEEPALIVE = (
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
+PINGS = (
+    *protocol.KEEPALIVE,
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
 )
@@ -48,8 +43,7 @@ SILENT = (
     ("grpc.server_handshake_timeout_ms", int(1000 * deadlines.HELLO)),
     ("grpc.max_connection_idle_ms", int(1000 * deadlines.HELLO)),
 )
-SIZES = (("grpc.max_receive_message_length", protocol.LARGEST), ("grpc.max_send_message_length", protocol.LARGEST))
-OPTIONS = (*KEEPALIVE, *WAITING, *SILENT, *SIZES, ("grpc.so_reuseport", 0))
+OPTIONS = (*PINGS, *WAITING, *SILENT, *protocol.SIZES, ("grpc.so_reuseport", 0))
 
 OFFERED = ("obs", "action", "max_episode_steps", "autoreset", "final_obs", "log")  # must be equal for all actors
 
@@ -78,12 +72,10 @@ class ActorServer:
         step_seconds: time limit of a step; an actor that exceeds it is disconnected, even if its machine answers
             pings. The first step and a reset may take ``start_seconds``.
         tell: called with each message for the user.
-
     Attributes:
         address: the address, with the actual port.
         facts: specification of the first actor.
         known: event that is set once ``facts`` is.
-
     Raises:
         ConfigError: it cannot listen on the address, other machines can reach it without token and TLS, or this process
             may open too few files.
@@ -159,9 +151,8 @@ class ActorServer:
     async def _stop(self) -> None:
         await self._server.stop(deadlines.BYE)
         if rest := asyncio.all_tasks() - {asyncio.current_task()}:
-            _, rest = await asyncio.wait(
-                rest, timeout=deadlines.STREAMS
-            )  # they are about to end; cancelling prints a traceback
+            # they are about to end; cancelling prints a traceback
+            _, rest = await asyncio.wait(rest, timeout=deadlines.STREAMS)
         for task in rest:
             task.cancel()
         await asyncio.gather(*rest, return_exceptions=True)
@@ -290,22 +281,15 @@ def say_server(line: str) -> None:
 
 
 def check_safe(address: str, token: str | None, cert: Path | None, key: Path | None) -> grpc.ServerCredentials | None:
-    """Return the TLS credentials, None without TLS.
-
-    Raises:
-        ConfigError: other machines can reach the address and token or TLS is missing; or a PEM file is unreadable.
-    """
+    """Return the TLS credentials, None without TLS. Raises ``ConfigError``: other machines can reach the address and
+    token or TLS is missing; or a PEM file is unreadable."""
     if (cert is None) != (key is None):
         raise ConfigError("cert" if cert is None else "key", None, "a file: TLS needs both cert and key")
     if not address.startswith(LOOPBACK):
         for name, given in (("token_file", token), ("cert", cert)):
             if given is None:
-                raise ConfigError(
-                    name,
-                    None,
-                    f"a file: {address} can be reached from other machines, which requires a "
-                    "token (token_file) and TLS (cert, key)",
-                )
+                why = f"{address} can be reached from other machines, which requires a token (token_file) and TLS"
+                raise ConfigError(name, None, f"a file: {why} (cert, key)")
     if cert is None or key is None:
         return None
     return grpc.ssl_server_credentials(((read_file("key", key, KEY), read_file("cert", cert, CERTIFICATE)),))

@@ -33,11 +33,8 @@ class TooManyError(Exception):
 
 
 class RemoteActor:
-    """One connected actor with K environments, on the learner's side.
-
-    Args:
-        post: sends a message to the actor; may be called from any thread.
-    """
+    """One connected actor with K environments, on the learner's side. ``post``: sends a message to the actor; may be
+    called from any thread."""
 
     def __init__(self, run_id: int, layout: Layout, post: Callable[[bytes], object]):
         self.run_id, self.layout, self.post = run_id, layout, post
@@ -80,7 +77,6 @@ class SlotTable:
     Args:
         wait: seconds for which answers wait for the rest of their group; None: until all connected actors answered.
         patience: seconds after which :meth:`take` returns empty-handed.
-
     Attributes:
         empty_since: time at which the last actor left, or the table was created (``time.monotonic``).
     """
@@ -106,12 +102,8 @@ class SlotTable:
     # -- the server's thread ------------------------------------------------------------------------------------------
 
     def admit(self, actor: RemoteActor) -> None:
-        """Assign a slot to each environment of ``actor``, all in one group if they fit.
-
-        Raises:
-            FullError: too few slots are free.
-            TooManyError: there are too few slots in all.
-        """
+        """Assign a slot to each environment of ``actor``, all in one group if they fit. Raises ``FullError``: too few
+        slots are free; ``TooManyError``: there are too few slots in all."""
         if actor.layout.count > self.size:
             raise TooManyError(f"at most {self.size}, its number of slots")
         with self.changed:
@@ -186,10 +178,8 @@ class SlotTable:
                     self._reset(actor)
 
     def act(self, slots: np.ndarray, action: np.ndarray) -> None:
-        """Store actions [k, ...] for ``slots`` [k] in state DUE; send an actor its actions once all are there.
-
-        Actions for an actor that has left are dropped.
-        """
+        """Store actions [k, ...] for ``slots`` [k] in state DUE; send an actor its actions once all are there. Actions
+        for an actor that has left are dropped."""
         with self.changed:
             due = self.status[slots] == DUE
             if not due.all():
@@ -207,11 +197,9 @@ class SlotTable:
                     actor.order_step()
 
     def take(self, group: int) -> list[Answer]:
-        """Take the answers of one group; wait for a bounded time.
-
-        Returns once all pending answers have arrived, or ``wait`` seconds after the call if there are some. Returns an
-        empty list if another group is ready or due, or if nothing has arrived for ``patience`` seconds.
-        """
+        """Take the answers of one group; wait for a bounded time. Returns once all pending answers have arrived, or
+        ``wait`` seconds after the call if there are some. Returns an empty list if another group is ready or due, or if
+        nothing has arrived for ``patience`` seconds."""
         part, start = self.parts[group], time.monotonic()
         with self.changed:
             while not self.closed:
@@ -261,11 +249,8 @@ class SlotTable:
     def measures(self) -> dict[str, float]:
         """Metrics: actors and environments connected now, actors admitted so far."""
         with self.changed:
-            return {
-                "remote/actors": self.live,
-                "remote/envs": int((self.status != EMPTY).sum()),
-                "remote/admitted": self.admitted,
-            }
+            envs = int((self.status != EMPTY).sum())
+            return {"remote/actors": self.live, "remote/envs": envs, "remote/admitted": self.admitted}
 
 
 def distinct(numbers: np.ndarray) -> list[int]:

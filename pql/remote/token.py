@@ -14,7 +14,6 @@ def read_token(setting: str, file: str | Path | None) -> str | None:
 
     Args:
         setting: name of the setting that holds the path, for errors.
-
     Raises:
         ConfigError: the file cannot be read, or its content is not a valid token.
     """
@@ -32,11 +31,8 @@ def read_token(setting: str, file: str | Path | None) -> str | None:
 
 
 def read_file(setting: str, file: str | Path, holds: bytes = b"") -> bytes:
-    """Return the bytes of a file that must contain ``holds``.
-
-    Raises:
-        ConfigError: it cannot be read, or does not contain them.
-    """
+    """Return the bytes of a file that must contain ``holds``. Raises ``ConfigError``: it cannot be read, or does not
+    contain them."""
     from pql.config.files import expanded  # here: the command line imports this module at its start
 
     try:

@@ -7,21 +7,17 @@ from pql.config.layers import Presets
 from pql.config.trust import names_foreign_code
 from pql.errors import ConfigError
 
+FILE = ".*/tuned/pendulum/pql.yaml"
+
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("gamma: 0.9", r"^gamma=0.9: expected a known setting.*; it is in .*/tuned/pendulum/pql.yaml$"),
-        (
-            "algo.gamma: 0.9",
-            r"^algo.gamma=0.9: expected nested settings in .*/tuned/pendulum/pql.yaml: algo: \{gamma: 0.9\}$",
-        ),
-        (
-            "algo: {critic: {net.lr: 0.9}}",
-            r"^net.lr=0.9: expected nested settings in .*/tuned/pendulum/pql.yaml: net: \{lr: 0.9\}$",
-        ),
-        ("algo: {gamma: 9}", r"^algo.gamma=9.0: expected a number .*; it is in .*/tuned/pendulum/pql.yaml$"),
-        ("algo: {gama: 0.9}", r"^algo.gama=0.9: expected a known setting.*; it is in .*/tuned/pendulum/pql.yaml$"),
+        ("gamma: 0.9", f"^gamma=0.9: expected a known setting.*; it is in {FILE}$"),
+        ("algo.gamma: 0.9", rf"^algo.gamma=0.9: expected nested settings in {FILE}: algo: \{{gamma: 0.9\}}$"),
+        ("algo: {critic: {net.lr: 0.9}}", rf"^net.lr=0.9: expected nested settings in {FILE}: net: \{{lr: 0.9\}}$"),
+        ("algo: {gamma: 9}", f"^algo.gamma=9.0: expected a number .*; it is in {FILE}$"),
+        ("algo: {gama: 0.9}", f"^algo.gama=0.9: expected a known setting.*; it is in {FILE}$"),
     ],
 )
 def test_an_unknown_setting_is_named_with_its_file(tmp_path, text, message):
@@ -49,9 +45,8 @@ def test_a_base_that_does_not_exist_is_named_with_its_file(tmp_path, base, messa
 def test_a_package_without_its_preset_is_named(tmp_path):
     presets = Presets()
     presets.plugins = {"soft": tmp_path / "soft.yaml"}
-    with pytest.raises(
-        ConfigError, match=r"^algo=soft: expected its preset .*soft.yaml, which the package has to install"
-    ):
+    wanted = "^algo=soft: expected its preset .*soft.yaml, which the package has to install"
+    with pytest.raises(ConfigError, match=wanted):
         presets.check("algo", "soft")
 
 

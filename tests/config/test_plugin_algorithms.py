@@ -24,25 +24,10 @@ from pql.errors import ConfigError
 from pql.run.store import checkpoint
 
 PACKAGES = Path(__file__).parents[1] / "packages"
+TINY = ("num_envs=8", "algo.critic.hidden=[8]", "algo.policy.hidden=[8]")
 SMALL = {
-    "redq": (
-        "algo=redq",
-        "task=pendulum",
-        "num_envs=8",
-        "algo.batch_size=16",
-        "algo.critic.hidden=[8]",
-        "algo.policy.hidden=[8]",
-        "budget.env_steps=400",
-    ),
-    "reinforce": (
-        "algo=reinforce",
-        "task=cartpole",
-        "num_envs=8",
-        "algo.horizon=8",
-        "algo.policy.hidden=[8]",
-        "algo.critic.hidden=[8]",
-        "budget.env_steps=600",
-    ),
+    "redq": ("algo=redq", "task=pendulum", *TINY, "algo.batch_size=16", "budget.env_steps=400"),
+    "reinforce": ("algo=reinforce", "task=cartpole", *TINY, "algo.horizon=8", "budget.env_steps=600"),
 }
 EVERY = pytest.mark.parametrize("algo", SMALL)
 
@@ -76,9 +61,8 @@ def test_it_trains_resumes_evaluates_and_is_exported(algo, tmp_path, capsys):
     more = int(SMALL[algo][-1].partition("=")[2]) * 2
     assert main(["resume", str(one), f"budget.env_steps={more}"]) == 0
     assert main(["train", *words(two, algo, f"budget.env_steps={more}")]) == 0
-    assert (
-        differences(tensors(one), tensors(two)) == []
-    )  # resumed == uninterrupted, and the same seed gives the same bits
+    # resumed == uninterrupted, and the same seed gives the same bits
+    assert differences(tensors(one), tensors(two)) == []
     assert main(["compare", str(one), str(two), f"out={tmp_path / 'report'}"]) == 0
     capsys.readouterr()
 

@@ -362,10 +362,7 @@ def test_groups_are_the_simulators_own_where_it_takes_the_keyword():
         (grouped(0), r"placement\.groups=0.*from 1"),
         ({"task": {"name": "single"}, **grouped()}, r"placement\.groups=2.*a process can hold only one counter"),
         ({"task": {"name": "several", "kwargs": {"groups": 2}}, **grouped(4)}, r"placement\.groups=4.*null or 2"),
-        (
-            {"num_envs": 9, "task": {"name": "several", "kwargs": {"groups": 2}}},
-            r"num_envs=9.*multiple of the 2 groups",
-        ),
+        ({"num_envs": 9, "task": {"name": "several", "kwargs": {"groups": 2}}}, "num_envs=9.*multiple of the 2 groups"),
     ],
 )
 def test_groups_that_cannot_be_are_refused_by_name(changes, message):

@@ -85,11 +85,8 @@ class AlgoConfig:
         return {}
 
     def check_schedule(self, known: Mapping[str, type["AlgoConfig"]]) -> None:
-        """Raise ``ConfigError`` for a schedule that the algorithm cannot run under.
-
-        Args:
-            known: records of all families, for the message.
-        """
+        """Raise ``ConfigError`` for a schedule that the algorithm cannot run under. ``known``: records of all families,
+        for the message."""
         if self.schedule not in self.schedules:
             allowed = " or ".join(self.schedules)
             others = ", ".join(name for name, record in known.items() if self.schedule in record.schedules)

@@ -47,7 +47,7 @@ class RolloutAlgoConfig(AlgoConfig):
     @property
     def passes(self) -> int:
         """Number of updates that use each row."""
-        return 1
+        return getattr(self, "epochs", 1)
 
     @property
     def ratios(self) -> dict[str, float]:
@@ -172,10 +172,6 @@ class PpoConfig(StochasticConfig):
     central: CentralConfig = group(CentralConfig, "Synchronisation of replicas.")
 
     @property
-    def passes(self) -> int:
-        return self.epochs
-
-    @property
     def on_policy_corrected(self) -> bool:
         return self.vtrace.enabled
 
@@ -278,10 +274,6 @@ class PqnConfig(RolloutAlgoConfig):
     critic: ResidualNetConfig = group(ResidualNetConfig, "Q-network.", replaces=("policy",))
     epsilon: EpsilonConfig = group(EpsilonConfig, "Epsilon-greedy exploration.", replaces=("explore",))
 
-    @property
-    def passes(self) -> int:
-        return self.epochs
-
     def check(self, config: "Config") -> None:
         super().check(config)
         check_epsilon(self.epsilon)
@@ -312,10 +304,7 @@ class ReppoConfig(RolloutAlgoConfig):
         replaces=("n_step",),
     )
     kl_bound: float = setting(
-        0.1,
-        "KL(policy that acted || policy) of a row above which its loss is beta times the KL.",
-        above=0,
-        high=100,
+        0.1, "KL(policy that acted || policy) of a row above which its loss is beta times the KL.", above=0, high=100
     )
     kl_samples: int | None = setting(
         None, "Actions that estimate the KL of a row; null: the exact KL.", low=1, high=1000
@@ -330,10 +319,6 @@ class ReppoConfig(RolloutAlgoConfig):
     )
     policy: PathwisePolicyConfig = group(PathwisePolicyConfig, "Policy.")
     critic: PathwiseCriticConfig = group(PathwiseCriticConfig, "Critic.")
-
-    @property
-    def passes(self) -> int:
-        return self.epochs
 
     def check(self, config: "Config") -> None:
         super().check(config)

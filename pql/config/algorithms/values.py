@@ -49,8 +49,7 @@ class DuelingConfig(ReplayAlgoConfig):
         0.95, "Decay of the running mean of squared gradients.", low=0, high=1, when="optimizer=rmsprop"
     )
     amp: bool = setting(
-        False,
-        "Run the learner's networks, but their last layers, in bfloat16 (autocast); collection uses float32.",
+        False, "Run the learner's networks, but their last layers, in bfloat16 (autocast); collection uses float32."
     )
     encoder: ValueEncoderConfig = group(ValueEncoderConfig, "Convolutional encoder of each image observation.")
     critic: TrainedNetConfig = group(TrainedNetConfig, "Q-network.", replaces=("policy",))

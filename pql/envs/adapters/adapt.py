@@ -18,11 +18,9 @@ class Actions:
     Args:
         env: its ``single_action_space`` has ``low`` and ``high``: arrays, or one number for all of ``shape`` (mjlab).
         bound: a number for all dimensions, or ``limits``: see :func:`limit_bounds`.
-
     Attributes:
         spec: the action specification.
         bounded: True if the simulator bounds every dimension.
-
     Raises:
         ConfigError: an unsupported space or bound.
     """
@@ -86,7 +84,6 @@ def change(config: Any, settings: Mapping[str, Any], within: str = "") -> None:
     Args:
         settings: by dotted names, or nested: ``{"scene.num_envs": 3}`` or ``{"scene": {"num_envs": 3}}``.
         within: the dotted name of ``config``, for errors.
-
     Raises:
         ConfigError: the configuration has no such name.
     """

@@ -81,7 +81,6 @@ def dmlab(
         renderer: ``software``, or ``hardware`` (EGL).
         cache: folder for compiled maps, which many levels build for every episode; several runs may share it.
         settings: the simulator's settings: ``datasetPath``, ``mixerSeed``, ``allowHoldOutLevels``, ...
-
     Raises:
         ConfigError: the simulator is not installed, or refuses the level or a setting.
     """
@@ -115,15 +114,9 @@ class DmLab:
 
     def __init__(self, labs: list[Any], level: str, actions: Any, repeat: int, shape: tuple[int, int, int]):
         self.labs, self.actions, self.repeat = labs, np.array(actions, dtype=np.intc), repeat
-        self.spec = EnvSpec(
-            name=level.rpartition("/")[2],
-            num_envs=len(labs),
-            obs={"policy": ObsSpec(shape, pixels_type())},
-            action=Discrete(len(actions)),
-            device="cpu",
-            final_obs="never",
-            info={"dt": repeat / labs[0].fps()},
-        )
+        spaces = ({"policy": ObsSpec(shape, pixels_type())}, Discrete(len(actions)))
+        info = {"dt": repeat / labs[0].fps()}
+        self.spec = EnvSpec(level.rpartition("/")[2], len(labs), *spaces, "cpu", final_obs="never", info=info)
         self.random = [np.random.RandomState(i) for i in range(len(labs))]
 
     def reset(self, seed: int | None = None) -> dict[str, Any]:
@@ -152,17 +145,7 @@ class DmLab:
                 self.begin(i)
         obs = self.show()
         none = np.zeros_like(ended)
-        return Step(
-            obs={"policy": obs},
-            reward=reward,
-            terminated=ended,
-            truncated=none,
-            first=ended.copy(),
-            final_obs={"policy": obs},
-            final_ok=~ended,
-            valid=~none,
-            log={},
-        )
+        return Step({"policy": obs}, reward, ended, none, ended.copy(), {"policy": obs}, ~ended, ~none, {})
 
     def close(self) -> None:
         for lab in self.labs:

@@ -35,7 +35,6 @@ class EnvpoolVec:
         id: EnvPool's name of the task.
         threads: threads that step the environments; None or 0: one per core.
         kwargs: further keywords of ``envpool.make``, such as ``max_episode_steps``.
-
     Raises:
         ConfigError: no such task, a keyword that it does not accept, or an unsupported space.
     """
@@ -57,16 +56,9 @@ class EnvpoolVec:
         limit = getattr(self._envs.spec.config, "max_episode_steps", None)
         if limit and id.startswith("gfootball/"):
             limit += 1  # its episodes are one row longer than documented
-        self.spec = EnvSpec(
-            id,
-            num_envs,
-            {"policy": _obs_spec(obs)},
-            _action_spec(action),
-            torch.device(device),
-            max_episode_steps=limit if limit and 0 < limit < 2**31 - 1 else None,
-            autoreset="next_step",
-            final_obs="always",
-        )
+        limit = limit if limit and 0 < limit < 2**31 - 1 else None
+        spaces = ({"policy": _obs_spec(obs)}, _action_spec(action))
+        self.spec = EnvSpec(id, num_envs, *spaces, torch.device(device), limit, "next_step", "always")
         self._space, self._hand = action, Handover(self.spec.device)
         self._kind = np.uint8 if obs.dtype == np.uint8 else np.float32
         self._true = torch.ones(num_envs, dtype=torch.bool, device=self.spec.device)

@@ -14,17 +14,8 @@ from torch import Tensor
 
 from pql.contract.env import EnvSpec, ObsSpec
 from pql.contract.registry import takes
+from pql.envs.adapters import gymnasium_host as host
 from pql.envs.adapters.gymnasium_copies import Copies, spec_fields
-from pql.envs.adapters.gymnasium_host import (
-    OWN,
-    Facts,
-    GymnasiumSettings,
-    check_settings,
-    facts_of_copies,
-    facts_of_vector,
-    obs_parts,
-    resets_copies,
-)
 from pql.envs.stage import Stage
 from pql.errors import ConfigError
 from pql.types import Obs, Step
@@ -41,27 +32,23 @@ class GymnasiumVec:
         num_envs: N.
         device: where the tensors go; the environments run on the host.
         keywords: fields of :class:`GymnasiumSettings`.
-
     Raises:
         ConfigError: unknown id, unsupported space, or a value out of range.
     """
 
-    @takes(GymnasiumSettings)
+    @takes(host.GymnasiumSettings)
     def __init__(self, num_envs: int = 64, device: str | torch.device = "cpu", **keywords: Any):
         device = torch.device(device)
         # A forked child would inherit a CUDA context that it cannot use.
         spawn = device.type == "cuda"
-        self._hold(Copies.make(GymnasiumSettings(**keywords), num_envs, "next_step", spawn), device)
+        self._hold(Copies.make(host.GymnasiumSettings(**keywords), num_envs, "next_step", spawn), device)
 
     @classmethod
     def of(cls, envs: VectorEnv, device: str | torch.device = "cpu") -> "GymnasiumVec":
-        """Return the environments of a ``gymnasium.vector.VectorEnv``, which this object owns.
-
-        Raises:
-            ConfigError: an unsupported space or autoreset mode.
-        """
+        """Return the environments of a ``gymnasium.vector.VectorEnv``, which this object owns. Raises ``ConfigError``:
+        an unsupported space or autoreset mode."""
         self = cls.__new__(cls)
-        facts = facts_of_vector(envs, "env", type(envs.unwrapped).__name__)
+        facts = host.facts_of_vector(envs, "env", type(envs.unwrapped).__name__)
         self._hold(Copies(envs, facts), torch.device(device))
         return self
 
@@ -72,20 +59,18 @@ class GymnasiumVec:
         self._reward = self._stage((), torch.float32)
         self._flags = Stage((5, envs.num_envs), torch.bool, device)
         self._sent = torch.cuda.Event() if device.type == "cuda" else None
-        if resets_copies(envs):
+        if host.resets_copies(envs):
             self.reset_where = self._reset_where
 
     @classmethod
     def describe(cls, num_envs: int = 64, device: str | torch.device = "cpu", **keywords: Any) -> EnvSpec | None:
-        """Return the ``EnvSpec`` of an environment with these arguments; makes one copy to read its spaces.
-
-        None with ``vector_entry_point``, which may be a simulator that a process can hold only once.
-        """
-        settings = GymnasiumSettings(**keywords)
-        check_settings(num_envs, settings)
-        if settings.vectorization == OWN:
+        """Return the ``EnvSpec`` of an environment with these arguments; makes one copy to read its spaces. None with
+        ``vector_entry_point``, which may be a simulator that a process can hold only once."""
+        settings = host.GymnasiumSettings(**keywords)
+        host.check_settings(num_envs, settings)
+        if settings.vectorization == host.OWN:
             return None
-        return spec_of(facts_of_copies(settings, "next_step"), num_envs, torch.device(device))
+        return spec_of(host.facts_of_copies(settings, "next_step"), num_envs, torch.device(device))
 
     def _stage(self, shape: tuple[int, ...], dtype: torch.dtype) -> Stage:
         return Stage((self.spec.num_envs, *shape), dtype, self.spec.device)
@@ -122,18 +107,14 @@ class GymnasiumVec:
         return Step(sent, reward_sent, flags[0], flags[1], flags[2], final or dict(sent), flags[4], flags[3], {})
 
     def render(self, index: int = 0, width: int | None = None, height: int | None = None) -> np.ndarray:
-        """Render copy ``index``, uint8 [H, W, 3], in the environment's own size.
-
-        Raises:
-            ConfigError: a size is asked for, or the environment was not built with ``render_mode=rgb_array``.
-        """
+        """Render copy ``index``, uint8 [H, W, 3], in the environment's own size. Raises ``ConfigError``: a size is
+        asked for, or the environment was not built with ``render_mode=rgb_array``."""
         for setting, value in (("width", width), ("height", height)):
             if value is not None:
                 raise ConfigError(setting, value, f"none: {self.spec.name} renders at a fixed size")
         if self._copies.envs.render_mode != "rgb_array":
-            raise ConfigError(
-                "render_mode", self._copies.envs.render_mode, "rgb_array, given when the environment is made"
-            )
+            mode = self._copies.envs.render_mode
+            raise ConfigError("render_mode", mode, "rgb_array, given when the environment is made")
         return np.asarray(cast(Any, self._copies.envs.render())[index], np.uint8)
 
     def close(self) -> None:
@@ -155,7 +136,7 @@ class GymnasiumVec:
             self._sent.synchronize()  # the last step's copies still read the host buffers
 
 
-def spec_of(facts: Facts, num_envs: int, device: torch.device) -> EnvSpec:
+def spec_of(facts: host.Facts, num_envs: int, device: torch.device) -> EnvSpec:
     """Return the specification of ``num_envs`` copies. Raises ``ConfigError`` for an unsupported space."""
-    obs = {k: ObsSpec(shape, getattr(torch, dtype)) for k, (shape, dtype) in obs_parts(facts.obs).items()}
+    obs = {k: ObsSpec(shape, getattr(torch, dtype)) for k, (shape, dtype) in host.obs_parts(facts.obs).items()}
     return EnvSpec(num_envs=num_envs, obs=obs, device=device, **spec_fields(facts))

@@ -74,13 +74,8 @@ class CheckFirst(gymnasium.Wrapper):
 
 
 def first_answer(method: str, call: Callable[[], Any], parts: Parts, rows: tuple[int, ...]) -> Any:
-    """Return what ``call`` returns.
-
-    Args:
-        rows: (N,), or () for a single environment.
-    Raises:
-        AnswerError: it has not the groups and shapes of ``parts``, or a wrapper of gymnasium could not read it.
-    """
+    """Return what ``call`` returns. ``rows``: (N,), or () for a single environment. Raises ``AnswerError``: it has not
+    the groups and shapes of ``parts``, or a wrapper of gymnasium could not read it."""
     try:
         answer = call()
     except (ValueError, TypeError, AssertionError, gymnasium.error.Error) as error:

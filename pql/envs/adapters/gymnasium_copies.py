@@ -81,16 +81,9 @@ class Copies:
         over = terminated | truncated
         filler = self._ended if self._next else np.zeros_like(over)
         self._ended = over
-        ends = () if self._next else np.flatnonzero(over)
-        return Answer(
-            host.groups_of(obs),
-            reward,
-            terminated & ~filler,
-            truncated & ~terminated & ~filler,
-            filler if self._next else over,
-            ~filler,
-            {int(i): host.final_groups(info, int(i)) for i in ends},
-        )
+        ends, cuts = terminated & ~filler, truncated & ~terminated & ~filler
+        final = {} if self._next else {int(i): host.final_groups(info, int(i)) for i in np.flatnonzero(over)}
+        return Answer(host.groups_of(obs), reward, ends, cuts, filler if self._next else over, ~filler, final)
 
 
 def spec_fields(facts: host.Facts) -> dict[str, Any]:

@@ -93,11 +93,8 @@ def check_settings(num_envs: int, settings: GymnasiumSettings) -> None:
 
 
 def make_one(settings: GymnasiumSettings) -> gymnasium.Env:
-    """Make one copy, in its wrappers.
-
-    Raises:
-        ConfigError: unknown id, missing package, or a keyword or wrapper that does not fit.
-    """
+    """Make one copy, in its wrappers. Raises ``ConfigError``: unknown id, missing package, or a keyword or wrapper that
+    does not fit."""
     with _errors_of(settings):
         env = gymnasium.make(settings.id, **(settings.kwargs or {}))
     for wrap in _wrappers(settings, "gymnasium.wrappers"):
@@ -214,20 +211,16 @@ def _wrap(wrapper: Callable[..., Any], name: str, kwargs: dict[str, Any], env: A
         return wrapper(env, **kwargs)
     except Exception as error:  # a wrapper that does not fit may raise anything, NotImplementedError included
         given = f" with {kwargs}" if kwargs else ""
-        raise ConfigError(
-            "wrappers", name, f"a wrapper that takes this environment{given} ({first_line(error)})"
-        ) from error
+        wanted = f"a wrapper that takes this environment{given} ({first_line(error)})"
+        raise ConfigError("wrappers", name, wanted) from error
 
 
 # -- properties -------------------------------------------------------------------------------------------------------
 
 
 def facts_of_copies(settings: GymnasiumSettings, default: str) -> Facts:
-    """Return the properties of ``sync`` or ``async`` copies; makes one of them, and closes it.
-
-    Args:
-        default: the autoreset mode if the settings name none.
-    """
+    """Return the properties of ``sync`` or ``async`` copies; makes one of them, and closes it. ``default``: the
+    autoreset mode if the settings name none."""
     env = make_one(settings)
     try:
         limit = env.spec.max_episode_steps if env.spec else None
@@ -284,11 +277,8 @@ def resets_copies(envs: VectorEnv) -> bool:
 
 
 def reset_copies(envs: VectorEnv, seed: int | None) -> Any:
-    """Restart all copies; return the first observations [N, ...] and the infos.
-
-    Each copy has an element of numpy's ``SeedSequence``: with ``seed + i``, neighbouring seeds would share all copies
-    but one.
-    """
+    """Restart all copies; return the first observations [N, ...] and the infos. Each copy has an element of numpy's
+    ``SeedSequence``: with ``seed + i``, neighbouring seeds would share all copies but one."""
     if seed is None:
         return envs.reset()
     seeds = copy_seeds(seed, envs.num_envs)
@@ -320,10 +310,7 @@ def final_groups(info: Mapping[str, Any], index: int) -> dict[str, Any] | None:
 
 def obs_parts(space: spaces.Space) -> dict[str, tuple[tuple[int, ...], str]]:
     """Return the shape and the name of the dtype of each observation group: bytes stay uint8, others become float32.
-
-    Raises:
-        ConfigError: neither a Box nor a Dict of these with the entry ``policy``.
-    """
+    Raises ``ConfigError``: neither a Box nor a Dict of these with the entry ``policy``."""
     parts = dict(space.spaces) if isinstance(space, spaces.Dict) else {"policy": space}
     found = {}
     for name, part in parts.items():
@@ -353,11 +340,8 @@ def _flat(space: spaces.Space) -> bool:
 
 
 def action_spec(space: spaces.Space) -> Any:
-    """Return the action specification, of ``pql.contract.plain``.
-
-    Raises:
-        ConfigError: a Dict, a Tuple, or a Box without finite bounds or of integers.
-    """
+    """Return the action specification, of ``pql.contract.plain``. Raises ``ConfigError``: a Dict, a Tuple, or a Box
+    without finite bounds or of integers."""
     if isinstance(space, spaces.Discrete):
         return Discrete(int(space.n), int(space.start))
     if isinstance(space, spaces.MultiDiscrete):

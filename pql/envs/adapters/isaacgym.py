@@ -47,7 +47,6 @@ def isaacgym(
         overrides: overrides of IsaacGymEnvs' configuration, ``task.env.episodeLength=500``.
         timing: timing of its resets; None: the known one for the task.
         random_lengths: start the first episodes at random points of the time limit, so that they do not end together.
-
     Raises:
         ConfigError: no such task or timing, or random lengths where all environments must begin together.
     """
@@ -71,28 +70,13 @@ def make_task(task: str, num_envs: int, device: str, overrides: list) -> Any:
     if not os.path.exists(os.path.join(folder, "task", task + ".yaml")):
         known = sorted(name[: -len(".yaml")] for name in os.listdir(os.path.join(folder, "task")))
         raise ConfigError("task", task, "one of " + ", ".join(known))
-    words = [
-        "task=" + task,
-        f"num_envs={num_envs}",
-        "sim_device=" + device,
-        "rl_device=" + device,
-        "pipeline=" + ("cpu" if device == "cpu" else "gpu"),
-        "headless=True",
-        *overrides,
-    ]
+    words = ["task=" + task, f"num_envs={num_envs}", "sim_device=" + device, "rl_device=" + device]
+    words += ["pipeline=" + ("cpu" if device == "cpu" else "gpu"), "headless=True", *overrides]
     GlobalHydra.instance().clear()  # inside another Hydra application ``make`` would use that one's task
     with initialize_config_dir(config_dir=folder):
         config = compose("config", overrides=words)
-    return isaacgymenvs.make(
-        seed=0,
-        task=task,
-        num_envs=num_envs,
-        sim_device=device,
-        rl_device=device,
-        headless=True,
-        force_render=False,
-        cfg=config,
-    )
+    given: dict = {"task": task, "num_envs": num_envs, "sim_device": device, "rl_device": device, "cfg": config}
+    return isaacgymenvs.make(seed=0, headless=True, force_render=False, **given)
 
 
 class IsaacGymVec:
@@ -110,20 +94,9 @@ class IsaacGymVec:
         if task.num_states > 0:
             obs["critic"] = ObsSpec((task.num_states,))
         ends: dict = {"same": ("same_step", "never"), "manual": ("same_step", "on_done")}
-        autoreset, final_obs = ends.get(timing, ("next_step", "always"))
-        self.spec = EnvSpec(
-            name,
-            task.num_envs,
-            obs,
-            Box(task.num_actions),
-            _device(task),
-            max_episode_steps=self.limit,
-            autoreset=autoreset,
-            final_obs=final_obs,
-            single_instance=True,
-            deterministic=False,
-            stream="default",
-        )
+        facts = (task.num_envs, obs, Box(task.num_actions), _device(task), self.limit)
+        fixed: dict = {"single_instance": True, "deterministic": False, "stream": "default"}
+        self.spec = EnvSpec(name, *facts, *ends.get(timing, ("next_step", "always")), **fixed)
         self.ended: Any = None  # [N] bool: the simulator's reset flags of the last row, filler or not
 
     def reset(self, seed: int | None = None) -> dict:

@@ -58,7 +58,6 @@ def isaaclab(
         random_lengths: start the first episodes at random points of the time limit, so that they do not end together.
         cameras: enable rendering, for camera observations.
         presets: names of configuration variants such as ``newton_mjwarp`` (3.0 only); default: the task's.
-
     Raises:
         ConfigError: an unknown task, a setting that the configuration does not have, or one that this version of Isaac
             Lab does not support.
@@ -99,9 +98,8 @@ def _start_2(running: ExitStack, wanted: Wanted) -> tuple[str, Any]:
     from isaaclab_tasks.utils import parse_env_cfg
 
     name = registered(wanted.task)
-    return name, adjusted(
-        parse_env_cfg(name, device=wanted.device, num_envs=wanted.num_envs), wanted.final_obs, wanted.settings
-    )
+    config = parse_env_cfg(name, device=wanted.device, num_envs=wanted.num_envs)
+    return name, adjusted(config, wanted.final_obs, wanted.settings)
 
 
 def _start_3(running: ExitStack, wanted: Wanted) -> tuple[str, Any]:
@@ -115,23 +113,14 @@ def _start_3(running: ExitStack, wanted: Wanted) -> tuple[str, Any]:
     config = resolve_presets(load_cfg_from_registry(name, "env_cfg_entry_point"), tuple(wanted.presets))
     config.sim.device, config.scene.num_envs = wanted.device, wanted.num_envs
     adjusted(config, wanted.final_obs, wanted.settings)
-    launch = {
-        "device": wanted.device,
-        "headless": True,
-        "enable_cameras": wanted.cameras,
-        "visualizer": None,
-        "visualizer_explicit": True,
-    }
-    running.enter_context(launch_simulation(config, launch))
+    launch = {"device": wanted.device, "headless": True, "enable_cameras": wanted.cameras, "visualizer": None}
+    running.enter_context(launch_simulation(config, {**launch, "visualizer_explicit": True}))
     return name, config
 
 
 def registered(task: str) -> str:
-    """Return the gymnasium id of ``task``, which may be given with or without ``-v0``.
-
-    Raises:
-        ConfigError: neither is registered.
-    """
+    """Return the gymnasium id of ``task``, which may be given with or without ``-v0``. Raises ``ConfigError``: neither
+    is registered."""
     import gymnasium
 
     for name in (task, f"{task}-v0", task.removesuffix("-v0")):
@@ -151,7 +140,38 @@ def adjusted(config: Any, final_obs: bool, settings: Mapping[str, Any] | None) -
     return config
 
 
-class IsaacLabVec:
+class Managed:
+    """Environment with Isaac Lab's managers, which mjlab has too, as a ``VecEnv``; a subclass adds ``step``.
+
+    Args:
+        env: the simulator.
+        fields: further ones of its ``EnvSpec``.
+    """
+
+    def __init__(self, env: Any, name: str, action_bound: float | str, random_lengths: bool, **fields: Any):
+        self.env, self.random_lengths = env, random_lengths
+        self.finite = bool(getattr(env.cfg, "is_finite_horizon", False))
+        self.actions = Actions(env, action_bound)
+        obs, extras = env.reset()  # the first reset shows the log's terms
+        self.log = Log(extras)
+        shapes, limit = group_specs(obs), int(env.max_episode_length)
+        fields |= {"max_episode_steps": limit, "log": self.log.terms, "deterministic": False, "stream": "default"}
+        self.spec = EnvSpec(name, env.num_envs, shapes, self.actions.spec, torch.device(env.device), **fields)
+
+    def reset(self, seed: int | None = None) -> Obs:
+        """Reset all environments. ``seed`` seeds torch's global generator, among others."""
+        obs, extras = self.env.reset(seed=None if seed is None else seed % 2**31)
+        self.log.seen(extras)
+        if self.random_lengths:  # in place, because the managers hold the buffer
+            lengths = self.env.episode_length_buf
+            lengths[:] = torch.randint_like(lengths, self.spec.max_episode_steps or 1)
+        return copies(obs)
+
+    def close(self) -> None:
+        self.env.close()
+
+
+class IsaacLabVec(Managed):
     """An unwrapped environment of Isaac Lab as a ``pql.contract.env.VecEnv``.
 
     Args:
@@ -164,35 +184,11 @@ class IsaacLabVec:
     def __init__(
         self, env: Any, name: str, action_bound: float | str = 1.0, random_lengths: bool = False, app: Any = None
     ):
-        self.env, self.app, self.random_lengths = env, app, random_lengths
-        self.finite = bool(getattr(env.cfg, "is_finite_horizon", False))
-        self.computes_final = bool(getattr(env.cfg, "compute_final_obs", False))
+        self.app, self.computes_final = app, bool(getattr(env.cfg, "compute_final_obs", False))
         if self.computes_final and (group := group_with_history(env.cfg)):
             raise ConfigError("final_obs", True, f"false: {group} keeps a history, whose newest frame it would lack")
-        self.actions = Actions(env, action_bound)
-        obs, extras = env.reset(seed=None)  # the first reset shows the log's terms
-        self.log = Log(extras)
-        self.spec = EnvSpec(
-            name,
-            env.num_envs,
-            group_specs(obs),
-            self.actions.spec,
-            torch.device(env.device),
-            max_episode_steps=int(env.max_episode_length),
-            final_obs="on_done" if self.computes_final else "never",
-            log=self.log.terms,
-            single_instance=True,
-            deterministic=False,
-            stream="default",
-        )
-
-    def reset(self, seed: int | None = None) -> Obs:
-        """Reset all environments. ``seed`` seeds torch's global generator, among others."""
-        obs, extras = self.env.reset(seed=None if seed is None else seed % 2**31)
-        self.log.seen(extras)
-        if self.random_lengths:
-            randomize_lengths(self.env, self.spec)
-        return copies(obs)
+        final_obs = "on_done" if self.computes_final else "never"
+        super().__init__(env, name, action_bound, random_lengths, final_obs=final_obs, single_instance=True)
 
     def step(self, action: Tensor) -> Step:
         """Step all environments with ``action`` [N, A]."""
@@ -204,13 +200,11 @@ class IsaacLabVec:
             final_ok = torch.ones_like(over)
             if "final_obs" in extras:  # updated only on rows that ended; the others are stale
                 final = chosen(over, copies(extras["final_obs"]), seen)
-        yes = torch.ones_like(over)
-        return Step(
-            seen, reward.float().clone(), terminated, truncated, over, final, final_ok, yes, self.log.rows(extras, over)
-        )
+        reward, yes, log = reward.float().clone(), torch.ones_like(over), self.log.rows(extras, over)
+        return Step(seen, reward, terminated, truncated, over, final, final_ok, yes, log)
 
     def close(self) -> None:
-        self.env.close()
+        super().close()
         if self.app is not None:
             self.app.close()
 
@@ -272,8 +266,3 @@ def group_with_history(config: Any) -> str | None:
         if any((getattr(term, "history_length", None) or 0) > 0 for term in terms):
             return name
     return None
-
-
-def randomize_lengths(env: Any, spec: EnvSpec) -> None:
-    """Randomise the episodes' step counters, in place because the managers hold the buffer."""
-    env.episode_length_buf[:] = torch.randint_like(env.episode_length_buf, spec.max_episode_steps or 1)

@@ -34,7 +34,6 @@ def maniskill(
         task: its gymnasium id.
         settings: keywords of ``gymnasium.make``: ``obs_mode``, ``control_mode``, ``reward_mode``, ``render_backend``.
         random_lengths: start the first episodes at random points of the time limit, so that they do not end together.
-
     Raises:
         ConfigError: more environments than the CPU simulation supports, or no Vulkan driver.
     """
@@ -78,19 +77,10 @@ class ManiSkillVec:
         if not self.actions.bounded:
             raise ConfigError("control_mode", env.base_env.control_mode, "a controller with bounds")
         seen, info = env.reset(seed=0)
-        obs = self.groups(seen)
-        self.spec = EnvSpec(
-            name,
-            env.num_envs,
-            {k: ObsSpec(tuple(v.shape[1:]), v.dtype) for k, v in obs.items()},
-            self.actions.spec,
-            torch.device(device),
-            max_episode_steps=limit,
-            final_obs="on_done",
-            log=("success",) if "success" in info else (),
-            deterministic=False,
-            stream="default",
-        )
+        obs = {k: ObsSpec(tuple(v.shape[1:]), v.dtype) for k, v in self.groups(seen).items()}
+        more: dict[str, Any] = {"log": ("success",) if "success" in info else (), "deterministic": False}
+        spaces = (obs, self.actions.spec)
+        self.spec = EnvSpec(name, env.num_envs, *spaces, torch.device(device), limit, stream="default", **more)
 
     def reset(self, seed: int | None = None) -> Obs:
         obs, _ = self.env.reset(seed=None if seed is None else seed % 2**31)

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pql.contract.env import EnvSpec
-from pql.envs.adapters.adapt import Actions, change
-from pql.envs.adapters.isaaclab import Log, copies, ends, group_specs, randomize_lengths
+from pql.envs.adapters.adapt import change
+from pql.envs.adapters.isaaclab import Managed, copies, ends
 from pql.errors import ConfigError, nearest
-from pql.types import Obs, Step, chosen
+from pql.types import Step, chosen
 
 
 def mjlab(
@@ -39,7 +38,6 @@ def mjlab(
             the joints'.
         settings: attributes of its configuration, by dotted name: ``{"episode_length_s": 10.0}``.
         random_lengths: start the first episodes at random points of the time limit, so that they do not end together.
-
     Raises:
         ConfigError: no such task, or a setting that its configuration does not have.
     """
@@ -54,36 +52,12 @@ def mjlab(
     return MjlabVec(ManagerBasedRlEnv(config, device=str(device)), task, action_bound, random_lengths)
 
 
-class MjlabVec:
+class MjlabVec(Managed):
     """``ManagerBasedRlEnv`` without automatic resets as a ``pql.contract.env.VecEnv``."""
 
     def __init__(self, env: Any, name: str, action_bound: float | str = 1.0, random_lengths: bool = False):
-        self.env, self.random_lengths = env, random_lengths
-        self.finite = bool(getattr(env.cfg, "is_finite_horizon", False))
-        self.actions = Actions(env, action_bound)
-        obs, extras = env.reset()
-        self.log = Log(extras)
-        self.spec = EnvSpec(
-            name,
-            env.num_envs,
-            group_specs(obs),
-            self.actions.spec,
-            torch.device(env.device),
-            max_episode_steps=int(env.max_episode_length),
-            final_obs="always",
-            log=self.log.terms,
-            deterministic=False,
-            stream="default",
-            info={"dt": float(env.step_dt)},
-        )
-
-    def reset(self, seed: int | None = None) -> Obs:
-        """Reset all environments. ``seed`` seeds torch's global generator, among others."""
-        obs, extras = self.env.reset(seed=None if seed is None else seed % 2**31)
-        self.log.seen(extras)
-        if self.random_lengths:
-            randomize_lengths(self.env, self.spec)
-        return copies(obs)
+        info = {"dt": float(env.step_dt)}
+        super().__init__(env, name, action_bound, random_lengths, final_obs="always", info=info)
 
     def step(self, action: Tensor) -> Step:
         """Step all environments with ``action`` [N, A]."""
@@ -97,6 +71,3 @@ class MjlabVec:
             seen = chosen(over, copies(new), final)
         yes = torch.ones_like(over)
         return Step(seen, reward, terminated, truncated, over, final, yes, yes.clone(), self.log.rows(extras, over))
-
-    def close(self) -> None:
-        self.env.close()

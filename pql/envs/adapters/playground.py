@@ -33,7 +33,6 @@ class PlaygroundVec:
         settings: its configuration, by dotted name; ``{"impl": "jax"}`` on a machine without a GPU.
         episode_length: time limit in steps; None: the task's.
         full_reset: start every episode in a new state.
-
     Raises:
         ConfigError: no such environment or setting, a number out of range, or JAX is on another kind of device.
     """
@@ -58,19 +57,10 @@ class PlaygroundVec:
         self._key: Any = jax.random.PRNGKey(0)
         self._state: Any = None
         self._n = num_envs
-        obs = self.reset(0)
-        self.spec = EnvSpec(
-            env,
-            num_envs,
-            {k: ObsSpec(tuple(v.shape[1:]), v.dtype) for k, v in obs.items()},
-            Box(int(wrapped.action_size)),
-            self.device,
-            max_episode_steps=limit,
-            final_obs="always",
-            log=tuple(self._log()),
-            deterministic=self.device.type == "cpu",
-            info={"dt": dt},
-        )
+        obs = {k: ObsSpec(tuple(v.shape[1:]), v.dtype) for k, v in self.reset(0).items()}
+        more: dict[str, Any] = {"final_obs": "always", "log": tuple(self._log()), "info": {"dt": dt}}
+        more["deterministic"] = self.device.type == "cpu"
+        self.spec = EnvSpec(env, num_envs, obs, Box(int(wrapped.action_size)), self.device, limit, **more)
 
         for _ in range(2):  # compile for both inputs: the state of a reset and that of a step
             self.step(torch.zeros(num_envs, self.spec.action.size))  # type: ignore[union-attr]
@@ -89,18 +79,9 @@ class PlaygroundVec:
         self._state, final, late = self._step(self._state, given)
         over = self._tensor(self._state.done) != 0
         truncated = (self._tensor(late) != 0) & over  # not truncated if the task terminated as well
-        yes = torch.ones_like(over)
-        return Step(
-            self._groups(self._state.obs),
-            self._tensor(self._state.reward).float(),
-            over & ~truncated,
-            truncated,
-            over,
-            self._groups(final),
-            yes,
-            yes.clone(),
-            self._log(),
-        )
+        yes, seen, ends = torch.ones_like(over), self._groups(self._state.obs), self._groups(final)
+        reward = self._tensor(self._state.reward).float()
+        return Step(seen, reward, over & ~truncated, truncated, over, ends, yes, yes.clone(), self._log())
 
     def close(self) -> None:
         self._state = None

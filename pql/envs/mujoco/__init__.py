@@ -96,11 +96,8 @@ class Maker:
 
 
 def scaled(task: type[Task], action_scale: float | str | None) -> type[Task]:
-    """Return ``task`` with ``action_scale`` as its class constant (None: unchanged).
-
-    Raises:
-        ConfigError: neither a number above 0 nor ``limits``, or a task whose actions are not servo targets.
-    """
+    """Return ``task`` with ``action_scale`` as its class constant (None: unchanged). Raises ``ConfigError``: neither a
+    number above 0 nor ``limits``, or a task whose actions are not servo targets."""
     if action_scale is None:
         return task
     if not issubclass(task, Velocity):
@@ -131,16 +128,9 @@ def _options(num_envs: int, settings: MujocoSettings) -> Options:
         group = getattr(settings, name)
         if group is not None and not isinstance(group, Mapping):
             raise ConfigError(name, group, f"settings below it: {name}.key=value")
-    return Options(
-        threads=threads,
-        engine=settings.engine,
-        contacts=None if contacts is None else (contacts[0], contacts[1]),
-        max_episode_steps=limit,
-        model=settings.model,
-        randomize=Randomize.parse(settings.randomize),
-        curriculum=make_curriculum(settings.curriculum),
-        stagger=settings.stagger,
-    )
+    pair_of = None if contacts is None else (contacts[0], contacts[1])
+    drawn, curriculum = Randomize.parse(settings.randomize), make_curriculum(settings.curriculum)
+    return Options(threads, settings.engine, pair_of, limit, settings.model, drawn, curriculum, settings.stagger)
 
 
 def _whole(value: Any, least: int) -> bool:

@@ -12,13 +12,9 @@ from pql.types import Obs
 
 
 class Reacher(GymTask):
-    name = "reacher"
-    contacts = (0, 2)
-    xml = "reacher.xml"
-    frame_skip = 2
-    dt = 0.02
-    obs_size = 10
-    action_size = 2
+    name, xml, contacts = "reacher", "reacher.xml", (0, 2)
+    frame_skip, dt = 2, 0.02
+    obs_size, action_size = 10, 2
     terms = ("reward_dist", "reward_ctrl")
     time_limit = 50
     noise = 0.1
@@ -52,14 +48,9 @@ class Reacher(GymTask):
 
 
 class Pusher(GymTask):
-    name = "pusher"
-    contacts = (7, 7)
-    xml = "pusher_v5.xml"
-    frame_skip = 5
-    dt = 0.05
-    obs_size = 23
-    action_size = 7
-    ctrl_limit = 2.0
+    name, xml, contacts = "pusher", "pusher_v5.xml", (7, 7)
+    frame_skip, dt = 5, 0.05
+    obs_size, action_size, ctrl_limit = 23, 7, 2.0
     terms = ("reward_dist", "reward_ctrl", "reward_near")
     time_limit = 100
     noise = 0.005  # of the arm's velocities; its pose is the default
@@ -97,14 +88,9 @@ class Pusher(GymTask):
 
 
 class InvertedPendulum(GymTask):
-    name = "invertedpendulum"
-    contacts = (0, 2)
-    xml = "inverted_pendulum.xml"
-    frame_skip = 2
-    dt = 0.04
-    obs_size = 4
-    action_size = 1
-    ctrl_limit = 3.0
+    name, xml, contacts = "invertedpendulum", "inverted_pendulum.xml", (0, 2)
+    frame_skip, dt = 2, 0.04
+    obs_size, action_size, ctrl_limit = 4, 1, 3.0
     terms = ("reward_survive",)
     noise = 0.01
 
@@ -118,16 +104,11 @@ class InvertedPendulum(GymTask):
 
 
 class InvertedDoublePendulum(GymTask):
-    name = "inverteddoublependulum"
-    contacts = (0, 4)
-    xml = "inverted_double_pendulum.xml"
-    frame_skip = 5
-    dt = 0.05
-    obs_size = 9
-    action_size = 1
+    name, xml, contacts = "inverteddoublependulum", "inverted_double_pendulum.xml", (0, 4)
+    frame_skip, dt = 5, 0.05
+    obs_size, action_size = 9, 1
     terms = ("reward_survive", "distance_penalty", "velocity_penalty")
-    noise = 0.1
-    normal_velocity = True
+    noise, normal_velocity = 0.1, True
     outputs = ("site_xpos", "qfrc_constraint")
 
     def observe(self, fields: Fields, memory: Memory) -> Obs:

@@ -125,9 +125,7 @@ class Levels:
 
     def follow(self, reward: Tensor, success: Tensor | None, ended: Tensor, steps: Tensor) -> Tensor:
         """Update ``level`` after a step where episodes ended that were not shortened. Call :meth:`abandon` next.
-
-        Arguments are [N]. Return the levels of the ended episodes for the log, [N], 0 elsewhere.
-        """
+        Arguments are [N]. Return the levels of the ended episodes for the log, [N], 0 elsewhere."""
         if self._curriculum is None:
             return torch.zeros_like(self.level)
         self._total += len(ended)

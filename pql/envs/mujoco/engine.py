@@ -93,10 +93,8 @@ class Engine(Protocol):
         ...
 
     def step(self, ctrl: Tensor, substeps: int) -> None:
-        """Hold ``ctrl`` ([N, nu], in the model's units) for ``substeps`` steps.
-
-        Derived fields then describe the start of the last substep, as after ``mj_step``.
-        """
+        """Hold ``ctrl`` ([N, nu], in the model's units) for ``substeps`` steps. Derived fields then describe the start
+        of the last substep, as after ``mj_step``."""
         ...
 
     def reset(self, rows: Rows, qpos: Tensor, qvel: Tensor) -> None:
@@ -126,11 +124,8 @@ class Engine(Protocol):
         ...
 
     def load_state(self, state: Tensor) -> None:
-        """Restore the output of :meth:`state`, [N, S]; derived fields are stale until the next call.
-
-        Raises:
-            ValueError: the state is of another model, kind of engine, or N.
-        """
+        """Restore the output of :meth:`state`, [N, S]; derived fields are stale until the next call. Raises
+        ``ValueError``: the state is of another model, kind of engine, or N."""
         ...
 
     def data(self, index: int, data: mujoco.MjData) -> mujoco.MjData:

@@ -33,11 +33,8 @@ class EngineOptions:
 
 
 def choose(engine: str, device: torch.device) -> str:
-    """Return ``batch`` or ``warp`` for the setting ``engine``; ``auto`` follows the device.
-
-    Raises:
-        ConfigError: no such engine, or Warp is not installed.
-    """
+    """Return ``batch`` or ``warp`` for the setting ``engine``; ``auto`` follows the device. Raises ``ConfigError``: no
+    such engine, or Warp is not installed."""
     if engine not in ENGINES:
         raise ConfigError("engine", engine, f"auto, batch or warp{nearest(str(engine), ENGINES)}")
     there = importlib.util.find_spec("mujoco_warp") is not None

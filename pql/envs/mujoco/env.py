@@ -57,11 +57,9 @@ def describe(task: type[Task], num_envs: int, device: torch.device, options: Opt
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Keep torch's operations on the calling thread (the setting is per thread, and costs 0.2 us).
-
-    OpenMP's threads spin for milliseconds after every parallel operation, on the cores that the physics threads
-    need: with two cores, 1,024 Ants stepped 1.4 to 5 times slower.
-    """
+    """Keep torch's operations on the calling thread (the setting is per thread, and costs 0.2 us). OpenMP's threads
+    spin for milliseconds after every parallel operation, on the cores that the physics threads need: with two cores,
+    1,024 Ants stepped 1.4 to 5 times slower."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -86,7 +84,6 @@ class MujocoVec:
         num_envs: N.
         device: device of actions and results. With physics on the CPU, a step waits for the action.
         options: threads, model, time limit, randomisation, ...
-
     Raises:
         ConfigError: a model that the task cannot use, or a randomisation that it does not support.
     """
@@ -199,17 +196,8 @@ class MujocoVec:
             next_obs = self._send_obs(self._obs)
         reward, *log = self._send(rows).unbind(0)
         terminated, truncated, first = self._send(torch.stack((terminated, truncated, done))).unbind(0)
-        return Step(
-            obs=next_obs,
-            reward=reward,
-            terminated=terminated,
-            truncated=truncated,
-            first=first,
-            final_obs=final_obs,
-            final_ok=final_ok,
-            valid=self._yes_there,
-            log=dict(zip(self.spec.log, log, strict=True)),
-        )
+        named = dict(zip(self.spec.log, log, strict=True))
+        return Step(next_obs, reward, terminated, truncated, first, final_obs, final_ok, self._yes_there, named)
 
     def _restart(self, rows: Rows) -> None:
         """Start new episodes in ``rows`` and update their memory and observations."""
@@ -258,10 +246,7 @@ class MujocoVec:
 
     def render(self, index: int = 0, width: int | None = None, height: int | None = None) -> np.ndarray:
         """Render simulation ``index``, by default 640 x 480 pixels: uint8 [H, W, 3]. The camera follows the robot.
-
-        Raises:
-            ConfigError: neither EGL nor OSMesa works here; says what to install.
-        """
+        Raises ``ConfigError``: neither EGL nor OSMesa works here; says what to install."""
         from pql.envs.mujoco.render import Renderer
 
         size = (width or 640, height or 480)

@@ -32,10 +32,8 @@ class Unlaunched(Exception):  # noqa: N818
 
 
 def variants(launches: Sequence[Callable[[], None]]) -> list[Variant]:
-    """Return what ``launches`` would load, in order. No kernel runs; both sides of each branch are followed.
-
-    A module that is asked for outside of a launch is loaded: on a GPU, MuJoCo Warp asks some for their best block size.
-    """
+    """Return what ``launches`` would load, in order. No kernel runs; both sides of each branch are followed. A module
+    that is asked for outside of a launch is loaded: on a GPU, MuJoCo Warp asks some for their best block size."""
     found: dict[Variant, None] = {}
     with _listing(found):
         for launch in launches:

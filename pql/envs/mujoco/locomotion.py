@@ -43,16 +43,11 @@ class Joints(GymTask):
 
 
 class HalfCheetah(Runner):
-    name = "halfcheetah"
-    contacts = (6, 24)
-    xml = "half_cheetah.xml"
-    frame_skip = 5
-    dt = 0.05
-    obs_size = 17
-    action_size = 6
+    name, xml, contacts = "halfcheetah", "half_cheetah.xml", (6, 24)
+    frame_skip, dt = 5, 0.05
+    obs_size, action_size = 17, 6
     terms = ("reward_forward", "reward_ctrl")
-    noise = 0.1
-    normal_velocity = True
+    noise, normal_velocity = 0.1, True
 
     def observe(self, fields: Fields, memory: Memory) -> Obs:
         return {"policy": torch.cat((fields["qpos"][:, 1:], fields["qvel"]), 1)}
@@ -66,8 +61,7 @@ class HalfCheetah(Runner):
 class Planar(Runner):
     """Runs upright in a plane; the episode ends where it is not healthy."""
 
-    frame_skip = 4
-    dt = 0.008
+    frame_skip, dt = 4, 0.008
     terms = ("reward_forward", "reward_ctrl", "reward_survive")
     noise = 5e-3
 
@@ -89,11 +83,8 @@ class Planar(Runner):
 
 
 class Hopper(Planar):
-    name = "hopper"
-    contacts = (5, 17)
-    xml = "hopper.xml"
-    obs_size = 11
-    action_size = 3
+    name, xml, contacts = "hopper", "hopper.xml", (5, 17)
+    obs_size, action_size = 11, 3
 
     def healthy(self, fields: Fields) -> Tensor:
         height, angle = fields["qpos"][:, 1], fields["qpos"][:, 2]
@@ -102,11 +93,8 @@ class Hopper(Planar):
 
 
 class Walker2d(Planar):
-    name = "walker2d"
-    contacts = (8, 35)
-    xml = "walker2d_v5.xml"
-    obs_size = 17
-    action_size = 6
+    name, xml, contacts = "walker2d", "walker2d_v5.xml", (8, 35)
+    obs_size, action_size = 17, 6
 
     def healthy(self, fields: Fields) -> Tensor:
         height, angle = fields["qpos"][:, 1], fields["qpos"][:, 2]
@@ -117,18 +105,12 @@ class Ant(Runner):
     """Uses Euler integration because of ``refused`` (it is also 4 times faster), and elliptic friction cones: with
     pyramidal ones, engines that orient a contact's tangents differently diverge from each other."""
 
-    name = "ant"
-    contacts = (5, 18)
-    xml = "ant.xml"
-    model = "fast"
-    refused = NO_FORCES
-    frame_skip = 5
-    dt = 0.05
-    obs_size = 105
-    action_size = 8
+    name, xml, contacts = "ant", "ant.xml", (5, 18)
+    model, refused = "fast", NO_FORCES
+    frame_skip, dt = 5, 0.05
+    obs_size, action_size = 105, 8
     terms = ("reward_forward", "reward_ctrl", "reward_contact", "reward_survive")
-    noise = 0.1
-    normal_velocity = True
+    noise, normal_velocity = 0.1, True
     outputs = ("xpos", "cfrc_ext")
 
     @classmethod
@@ -181,16 +163,10 @@ def _impact(fields: Fields) -> Tensor:
 
 
 class Humanoid(Runner):
-    name = "humanoid"
-    contacts = (12, 37)
-    xml = "humanoid.xml"
-    model = "fast"
-    refused = NO_FORCES
-    frame_skip = 5
-    dt = 0.015
-    obs_size = 348
-    action_size = 17
-    ctrl_limit = 0.4
+    name, xml, contacts = "humanoid", "humanoid.xml", (12, 37)
+    model, refused = "fast", NO_FORCES
+    frame_skip, dt = 5, 0.015
+    obs_size, action_size, ctrl_limit = 348, 17, 0.4
     terms = ("reward_survive", "reward_forward", "reward_ctrl", "reward_contact")
     noise = 0.01
     outputs: ClassVar[tuple[str, ...]] = ("xipos", "cinert", "cvel", "qfrc_actuator", "cfrc_ext")
@@ -232,16 +208,11 @@ class HumanoidJoints(Joints, Humanoid):
 class HumanoidStandup(GymTask):
     """``reward_alive`` is a constant that gymnasium adds without a name."""
 
-    name = "humanoidstandup"
+    name, xml = "humanoidstandup", "humanoidstandup.xml"
     contacts = (40, 37)  # C needs 13; Warp lost some with room for 20, while the body lies on the ground
-    xml = "humanoidstandup.xml"
-    model = "fast"
-    refused = NO_FORCES
-    frame_skip = 5
-    dt = 0.015
-    obs_size = 348
-    action_size = 17
-    ctrl_limit = 0.4
+    model, refused = "fast", NO_FORCES
+    frame_skip, dt = 5, 0.015
+    obs_size, action_size, ctrl_limit = 348, 17, 0.4
     terms = ("reward_linup", "reward_quadctrl", "reward_impact", "reward_alive")
     noise = 0.01
     outputs: ClassVar[tuple[str, ...]] = ("cinert", "cvel", "qfrc_actuator", "cfrc_ext")
@@ -272,14 +243,10 @@ class HumanoidStandupJoints(Joints, HumanoidStandup):
 
 
 class Swimmer(Joints, Runner):
-    name = "swimmer"
-    contacts = (0, 2)
-    xml = "swimmer.xml"
+    name, xml, contacts = "swimmer", "swimmer.xml", (0, 2)
     integrator = mujoco.mjtIntegrator.mjINT_IMPLICITFAST  # drag is stiff at its time step
-    frame_skip = 4
-    dt = 0.04
-    obs_size = 8
-    action_size = 2
+    frame_skip, dt = 4, 0.04
+    obs_size, action_size = 8, 2
     terms = ("reward_forward", "reward_ctrl")
     noise = 0.1
 

@@ -53,11 +53,8 @@ class Randomize:
 
     @classmethod
     def parse(cls, settings: Mapping[str, Any] | None) -> "Randomize":
-        """Build from keywords of the configuration.
-
-        Raises:
-            ConfigError: an unknown name, or a value out of range.
-        """
+        """Build from keywords of the configuration. Raises ``ConfigError``: an unknown name, or a value out of
+        range."""
         known = [f.name for f in fields(cls)]
         given: dict[str, Any] = {}
         for name, value in (settings or {}).items():
@@ -83,11 +80,8 @@ class Randomize:
 
 
 def amount(setting: str, value: Any, zero: bool = True) -> float:
-    """Return ``value`` as a finite number that is not negative, and not 0 unless ``zero``.
-
-    Raises:
-        ConfigError: it is not one.
-    """
+    """Return ``value`` as a finite number that is not negative, and not 0 unless ``zero``. Raises ``ConfigError``: it
+    is not one."""
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not number or value < 0 or (value == 0 and not zero):
         raise ConfigError(setting, value, f"a number, {'at least' if zero else 'above'} 0")
@@ -114,7 +108,6 @@ class Randomizer:
         draw: the environment's random numbers.
         dt: seconds per env step.
         obs_size: size of the ``policy`` observations; 0 if they are not vectors.
-
     Raises:
         ConfigError: a setting that this model or task does not support.
     """

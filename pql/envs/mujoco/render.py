@@ -26,10 +26,7 @@ PACKAGES = {"egl": "libegl1 libgl1-mesa-dri", "osmesa": "libosmesa6"}
 @functools.cache
 def backend(asked: str) -> str:
     """Return the first backend that works: ``asked`` (the variable MUJOCO_GL) if it names one, else EGL, else OSMesa.
-
-    Raises:
-        ConfigError: none works; names the packages.
-    """
+    Raises ``ConfigError``: none works; names the packages."""
     names = (asked,) if asked in (*PACKAGES, "glfw") else tuple(PACKAGES)
     for name in names:
         if works(name):
@@ -64,10 +61,7 @@ def make_context(width: int, height: int) -> Any:
 
 class Renderer:
     """Draws one model. The camera looks along y and follows the robot's first body, so planar robots show their side.
-
-    Raises:
-        ConfigError: off-screen OpenGL does not work on this machine.
-    """
+    Raises ``ConfigError``: off-screen OpenGL does not work on this machine."""
 
     def __init__(self, model: mujoco.MjModel, width: int, height: int):
         self.size = (width, height)
@@ -131,14 +125,8 @@ def follow(model: mujoco.MjModel) -> mujoco.MjvCamera:
 
 
 class Viewer:
-    """MuJoCo's interactive viewer on a simulation that other code steps.
-
-    Args:
-        load: fills an ``MjData`` (a new one for None) with the simulation's current state.
-
-    Raises:
-        ConfigError: there is no screen.
-    """
+    """MuJoCo's interactive viewer on a simulation that other code steps. ``load``: fills an ``MjData`` (a new one for
+    None) with the simulation's current state. Raises ``ConfigError``: there is no screen."""
 
     def __init__(self, model: mujoco.MjModel, load: Callable[[mujoco.MjData | None], mujoco.MjData]):
         if sys.platform == "linux" and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):

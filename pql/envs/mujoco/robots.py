@@ -42,12 +42,8 @@ TASKS = {
 
 
 def model_file(robot: str) -> Path:
-    """Return the model file of one of ``ROBOTS``.
-
-    Raises:
-        KeyError: no such robot.
-        ConfigError: its package is not installed, or has the file elsewhere; names the install command.
-    """
+    """Return the model file of one of ``ROBOTS``. Raises ``KeyError``: no such robot; ``ConfigError``: its package is
+    not installed, or has the file elsewhere; names the install command."""
     model = ROBOTS[robot]
     found = importlib.util.find_spec(model.package)
     folder = Path(found.origin).parent if found is not None and found.origin else None

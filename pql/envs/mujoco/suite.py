@@ -51,12 +51,8 @@ class GymTask(Task):
 def measure_contacts(spec: mujoco.MjSpec) -> None:
     """Make ``cfrc_ext`` computable: contact forces are computed only for models with a sensor that needs them."""
     spec.body("torso").add_site(name="torso_imu")
-    spec.add_sensor(
-        name="torso_accel",
-        type=mujoco.mjtSensor.mjSENS_ACCELEROMETER,
-        objtype=mujoco.mjtObj.mjOBJ_SITE,
-        objname="torso_imu",
-    )
+    site = {"objtype": mujoco.mjtObj.mjOBJ_SITE, "objname": "torso_imu"}
+    spec.add_sensor(name="torso_accel", type=mujoco.mjtSensor.mjSENS_ACCELEROMETER, **site)
 
 
 def ctrl_cost(fields: Fields, weight: float) -> Tensor:

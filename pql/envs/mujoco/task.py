@@ -32,6 +32,7 @@ change, images).
 """
 
 import warnings
+from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
 import mujoco
@@ -204,12 +205,23 @@ class Task:
         ``memory`` [...] is its row."""
 
 
-def check_model(task: type[Task], model: str | None) -> str:
-    """Return the model to use for the setting ``model`` (None: the task's default).
+def add_servo(spec: mujoco.MjSpec, joint: str, span: Sequence[float], effort: float, kp: float, kv: float) -> None:
+    """Add a servo with targets in ``span``: force = kp (target - position) - kv velocity, within +-``effort``."""
+    motor = spec.add_actuator(
+        name=joint,
+        target=joint,
+        trntype=mujoco.mjtTrn.mjTRN_JOINT,
+        ctrlrange=span,
+        ctrllimited=True,
+        forcerange=[-effort, effort],
+        forcelimited=True,
+    )
+    motor.set_to_position(kp=kp, kv=kv)
 
-    Raises:
-        ConfigError: no such model, or one that this task cannot use, with the reason.
-    """
+
+def check_model(task: type[Task], model: str | None) -> str:
+    """Return the model to use for the setting ``model`` (None: the task's default). Raises ``ConfigError``: no such
+    model, or one that this task cannot use, with the reason."""
     chosen = task.model if model is None else model
     if chosen not in MODELS:
         raise ConfigError("model", model, f"shipped or fast{nearest(str(model), MODELS)}")
@@ -219,11 +231,8 @@ def check_model(task: type[Task], model: str | None) -> str:
 
 
 def load_spec(task: type[Task], model: str | None = None) -> mujoco.MjSpec:
-    """Return the task's model, edited, before compilation.
-
-    MuJoCo's silent restart of diverged simulations is switched off: it would put a start state in the middle of an
-    episode, with a reward for the jump to it.
-    """
+    """Return the task's model, edited, before compilation. MuJoCo's silent restart of diverged simulations is switched
+    off: it would put a start state in the middle of an episode, with a reward for the jump to it."""
     chosen = check_model(task, model)
     spec = task.source()
     spec.option.disableflags |= mujoco.mjtDisableBit.mjDSBL_AUTORESET.value

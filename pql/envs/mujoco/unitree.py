@@ -100,15 +100,10 @@ HIP, CALF = servo(0.004026312, 23.7), servo(0.009059202, 35.55)  # a rotor of 1.
 
 class Go1(Unitree):
     """Go1: 48 observations, 12 actions (joint targets, up to ``action_scale`` times .37 rad from the pose; calves .25).
+    An episode ends where trunk or thighs touch the ground."""
 
-    An episode ends where trunk or thighs touch the ground.
-    """
-
-    name = "go1_velocity"
-    contacts = (9, 34)
-    robot_name = "go1"
-    obs_size = 48
-    action_size = 12
+    name, robot_name, contacts = "go1_velocity", "go1", (9, 34)
+    obs_size, action_size = 48, 12
     joints: ClassVar[dict[str, Joint]] = {
         f"{leg}_{name}_joint": Joint(pose, drive)
         for leg in ("FR", "FL", "RR", "RL")
@@ -158,16 +153,11 @@ PARTS = {
 
 
 class G1(Unitree):
-    """G1: 99 observations, 29 actions (joint targets, up to ``action_scale`` times .07 to .55 rad from the pose).
+    """G1: 99 observations, 29 actions (joint targets, up to ``action_scale`` times .07 to .55 rad from the pose). An
+    episode ends where other parts than feet and arms touch the ground."""
 
-    An episode ends where other parts than feet and arms touch the ground.
-    """
-
-    name = "g1_velocity"
-    contacts = (9, 29)
-    robot_name = "g1"
-    obs_size = 99
-    action_size = 29
+    name, robot_name, contacts = "g1_velocity", "g1", (9, 29)
+    obs_size, action_size = 99, 29
     joints: ClassVar[dict[str, Joint]] = {
         f"{name}_joint": Joint(pose, drive) for name, (pose, drive, _) in PARTS.items()
     }

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pql.envs.mujoco.engine import Fields
 from pql.envs.mujoco.isaac.measure import into, rotation
-from pql.envs.mujoco.task import HOLD, Draw, Memory, Robot, Start, Task, Verdict
+from pql.envs.mujoco.task import HOLD, Draw, Memory, Robot, Start, Task, Verdict, add_servo
 from pql.types import Obs
 
 NET_FORCE = [1 << mujoco.mjtConDataField.mjCONDATA_FORCE.value, 3, 1]  # force only; net force; of all contacts
@@ -59,23 +59,10 @@ def furthest(joint: mujoco.MjsJoint, pose: float) -> float:
 def ground(spec: mujoco.MjSpec, over: str) -> None:
     """Add a chequered floor, a sky, and a light that stays above the body ``over``. Geoms collide with the floor if
     their ``contype`` has bit 1."""
-    size = {"width": 256, "height": 256}
-    spec.add_texture(
-        name="sky",
-        type=mujoco.mjtTexture.mjTEXTURE_SKYBOX,
-        builtin=mujoco.mjtBuiltin.mjBUILTIN_GRADIENT,
-        rgb1=[0.6, 0.7, 0.8],
-        rgb2=[0.9, 0.93, 0.95],
-        **size,
-    )
-    spec.add_texture(
-        name="floor",
-        type=mujoco.mjtTexture.mjTEXTURE_2D,
-        builtin=mujoco.mjtBuiltin.mjBUILTIN_CHECKER,
-        rgb1=[0.7, 0.73, 0.75],
-        rgb2=[0.6, 0.62, 0.64],
-        **size,
-    )
+    sky = {"type": mujoco.mjtTexture.mjTEXTURE_SKYBOX, "builtin": mujoco.mjtBuiltin.mjBUILTIN_GRADIENT}
+    tiles = {"type": mujoco.mjtTexture.mjTEXTURE_2D, "builtin": mujoco.mjtBuiltin.mjBUILTIN_CHECKER}
+    spec.add_texture(name="sky", rgb1=[0.6, 0.7, 0.8], rgb2=[0.9, 0.93, 0.95], width=256, height=256, **sky)
+    spec.add_texture(name="floor", rgb1=[0.7, 0.73, 0.75], rgb2=[0.6, 0.62, 0.64], width=256, height=256, **tiles)
     material = spec.add_material(name="floor", texrepeat=[1, 1], texuniform=True)
     material.textures[mujoco.mjtTextureRole.mjTEXROLE_RGB.value] = "floor"
     plane = {"type": mujoco.mjtGeom.mjGEOM_PLANE, "size": [0, 0, 1], "contype": 0, "conaffinity": 1}
@@ -93,15 +80,8 @@ def bones(spec: mujoco.MjSpec, radius: float) -> None:
         for child in body.bodies:
             limb = child.find_all(mujoco.mjtObj.mjOBJ_JOINT) or child.find_all(mujoco.mjtObj.mjOBJ_GEOM)
             if np.linalg.norm(child.pos) > radius and limb:
-                body.add_geom(
-                    type=mujoco.mjtGeom.mjGEOM_CAPSULE,
-                    fromto=[0, 0, 0, *child.pos],
-                    size=[radius, 0, 0],
-                    contype=0,
-                    conaffinity=0,
-                    density=0,
-                    rgba=[0.2, 0.2, 0.22, 1],
-                )
+                shape = {"type": mujoco.mjtGeom.mjGEOM_CAPSULE, "size": [radius, 0, 0], "rgba": [0.2, 0.2, 0.22, 1]}
+                body.add_geom(fromto=[0, 0, 0, *child.pos], contype=0, conaffinity=0, density=0, **shape)
 
 
 class Velocity(Task):
@@ -122,12 +102,10 @@ class Velocity(Task):
             reaches the limit of the joint that is further from the pose (FastSAC; arXiv 2512.01996).
     """
 
-    dt = 0.02
-    frame_skip = 4
+    frame_skip, dt = 4, 0.02
     metrics: ClassVar[tuple[str, ...]] = ("linear_error", "angular_error", "tracked", "success")
     outputs: ClassVar[tuple[str, ...]] = ("sensordata",)
-    model = "fast"
-    refused = "this task has no other model"
+    model, refused = "fast", "this task has no other model"
     integrator = mujoco.mjtIntegrator.mjINT_IMPLICITFAST  # explicit steps overshoot with the servos' damping
     impratio = HOLD
     joints: ClassVar[dict[str, Joint]]
@@ -173,24 +151,10 @@ class Velocity(Task):
             joint.armature, joint.damping, joint.frictionloss = servo.armature, [0, 0, 0], 0
             far = cls.action_scale
             reach = furthest(joint, pose) if isinstance(far, str) else far * servo.reach
-            drive = spec.add_actuator(
-                name=name,
-                target=name,
-                trntype=mujoco.mjtTrn.mjTRN_JOINT,
-                ctrllimited=True,
-                ctrlrange=[pose - reach, pose + reach],
-                forcelimited=True,
-                forcerange=[-servo.effort, servo.effort],
-            )
-            drive.set_to_position(kp=servo.stiffness, kv=servo.damping)
+            add_servo(spec, name, [pose - reach, pose + reach], servo.effort, servo.stiffness, servo.damping)
         for body in cls.fragile:
-            spec.add_sensor(
-                name=f"{body} contact",
-                type=mujoco.mjtSensor.mjSENS_CONTACT,
-                objtype=mujoco.mjtObj.mjOBJ_BODY,
-                objname=body,
-                intprm=NET_FORCE,
-            )
+            of = {"objtype": mujoco.mjtObj.mjOBJ_BODY, "objname": body, "intprm": NET_FORCE}
+            spec.add_sensor(name=f"{body} contact", type=mujoco.mjtSensor.mjSENS_CONTACT, **of)
 
     def start(self, count: int, draw: Draw) -> Start:
         robot, size = self.robot, len(self.joints)

@@ -64,7 +64,6 @@ class WarpEngine:
             recomputed, except those of tendons and actuators (``tendon_invweight0``, ``actuator_acc0``), which stay
             nominal.
         need: the most contacts and constraint rows that C needed for one simulation; see ``engines.measure``.
-
     Raises:
         ConfigError: the model has something that Warp cannot simulate.
     """

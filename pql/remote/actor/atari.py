@@ -12,10 +12,7 @@ from pql.envs.atari_core import AtariSimSettings, Consoles
 
 class AtariSim:
     """``num_envs`` consoles with one game; settings as in ``pql.envs.atari.AtariVec``. Fields are arrays [N, ...].
-
-    Raises:
-        ConfigError: unknown game, or a value out of range.
-    """
+    Raises ``ConfigError``: unknown game, or a value out of range."""
 
     @takes(AtariSimSettings)
     def __init__(self, num_envs: int, device: Any = "cpu", **keywords: Any):
@@ -37,17 +34,8 @@ class AtariSim:
         self.consoles.send(action)
         one = self.consoles.receive()
         score: Any = one.reward.astype(np.float32)
-        return Step(
-            obs={"policy": one.obs},
-            reward=score,
-            terminated=one.terminated,
-            truncated=one.truncated,
-            first=one.first,
-            final_obs={"policy": one.final_obs},
-            final_ok=np.ones_like(one.first),
-            valid=one.valid,
-            log={"score": score},
-        )
+        obs, final, yes = {"policy": one.obs}, {"policy": one.final_obs}, np.ones_like(one.first)
+        return Step(obs, score, one.terminated, one.truncated, one.first, final, yes, one.valid, {"score": score})
 
     def close(self) -> None:
         self.consoles.vec.close()

@@ -26,17 +26,8 @@ from pql.remote import protocol
 from pql.remote.process.far_build import answer_fault, describe_simulator
 from pql.remote.protocol import ACT, BYE, LOOPBACK, RESET, WELCOME, Frame, ProtocolError, newest_frames, read_json_frame
 
-OPTIONS = (
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.max_receive_message_length", protocol.LARGEST),
-    ("grpc.max_send_message_length", protocol.LARGEST),
-    ("grpc.initial_reconnect_backoff_ms", 200),
-    ("grpc.max_reconnect_backoff_ms", 2_000),
-)
+BACKOFF = (("grpc.initial_reconnect_backoff_ms", 200), ("grpc.max_reconnect_backoff_ms", 2_000))
+OPTIONS = (*protocol.KEEPALIVE, *protocol.SIZES, *BACKOFF)
 LIMITS = ("step_seconds", "start_seconds")  # sent by the learner in WELCOME
 FIRST_DELAY, LONGEST_DELAY = 0.25, 8.0  # seconds between attempts
 FINAL = {  # status codes after which retrying is useless -> the option at fault
@@ -66,7 +57,6 @@ class Alarm:
 
     Args:
         cancel: ends the stream; called by another thread.
-
     Attributes:
         rang: the stream was ended.
         seconds: the limit of the last read.
@@ -111,7 +101,6 @@ class ActorClient:
         patience: seconds without a learner after which it gives up; None: never.
         tell: called with each message for the user.
         leave: set by another thread to make the actor leave at the learner's next request.
-
     Attributes:
         steps: steps so far, per environment.
         admitted: number of admissions by a learner.
@@ -182,9 +171,8 @@ class ActorClient:
         outbox: SimpleQueue[bytes | None] = SimpleQueue()
         with self._channel() as channel:
             show = () if self.token is None else (("authorization", f"Bearer {self.token}"),)
-            stream = channel.stream_stream(f"/{protocol.SERVICE}/{protocol.METHOD}")(
-                iter(outbox.get, None), metadata=show
-            )
+            call = channel.stream_stream(f"/{protocol.SERVICE}/{protocol.METHOD}")
+            stream = call(iter(outbox.get, None), metadata=show)
             try:
                 with Alarm(stream.cancel) as alarm:
                     return self._serve(stream, outbox, alarm)

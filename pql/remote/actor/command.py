@@ -74,11 +74,7 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 
 def setup_of(args: argparse.Namespace) -> ActorOptions:
-    """Check the options and read their files.
-
-    Raises:
-        ConfigError: an invalid option or an unreadable file.
-    """
+    """Check the options and read their files. Raises ``ConfigError``: an invalid option or an unreadable file."""
     check_setup(args)
     token = read_token("--token-file", args.token_file)
     ca = None if args.ca is None else read_file("--ca", args.ca, CERTIFICATE)
@@ -89,17 +85,13 @@ def setup_of(args: argparse.Namespace) -> ActorOptions:
 def make_actor_client(
     setup: ActorOptions, tell: Callable[[str], None] | None = None, leave: threading.Event | None = None
 ) -> "ActorClient":
-    """Build the simulator and its actor. ``tell`` and ``leave`` are passed to the actor.
-
-    Raises:
-        ConfigError: no such simulator, or packages are missing.
-    """
+    """Build the simulator and its actor. ``tell`` and ``leave`` are passed to the actor. Raises ``ConfigError``: no
+    such simulator, or packages are missing."""
     try:
         from pql.remote.actor.client import ActorClient
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            "command", "actor", f"packages that are installed: pip install grpcio numpy ({error})"
-        ) from error
+        needed = f"packages that are installed: pip install grpcio numpy ({error})"
+        raise ConfigError("command", "actor", needed) from error
     from pql.remote.actor.sims import make_sim
 
     sim = make_sim(setup.task, setup.num_envs, setup.kwargs)

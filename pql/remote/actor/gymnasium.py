@@ -11,14 +11,8 @@ from pql.envs.adapters.gymnasium_host import GymnasiumSettings, obs_parts
 
 
 class GymnasiumSim:
-    """``num_envs`` copies of an environment. Fields are arrays [N, ...].
-
-    Args:
-        keywords: fields of ``GymnasiumSettings``.
-
-    Raises:
-        ConfigError: unknown id, unsupported spaces, or a value out of range.
-    """
+    """``num_envs`` copies of an environment. Fields are arrays [N, ...]. ``keywords``: fields of ``GymnasiumSettings``.
+    Raises ``ConfigError``: unknown id, unsupported spaces, or a value out of range."""
 
     @takes(GymnasiumSettings)
     def __init__(self, num_envs: int, device: Any = "cpu", **keywords: Any):

@@ -21,7 +21,6 @@ def make_sim(name: str, num_envs: int, kwargs: Mapping[str, Any]) -> Simulator:
 
     Args:
         name: a key of ``PLAIN``, an entry point of ``pql.envs``, a built-in name or ``module:attribute``.
-
     Raises:
         ConfigError: unknown name, missing packages, an unknown keyword, or no keyword that chooses the task.
     """

@@ -36,7 +36,6 @@ class RayCluster:
     Args:
         address: address of the cluster's head; ``auto``: the cluster of this machine; ``local``: a new cluster with
             only this machine, which ends with this process.
-
     Raises:
         ConfigError: Ray is not installed, there is no such cluster, or its machines cannot reach the learner's address.
     """

@@ -18,12 +18,8 @@ MOST_ACTORS = 10_000
 def add_fleet_options(parser: argparse.ArgumentParser) -> None:
     actor.add_setup(parser)
     parser.add_argument("--actors", type=int, default=1, help="number of actors; each has --num-envs environments")
-    parser.add_argument(
-        "--ray",
-        metavar="ADDRESS",
-        default="auto",
-        help="HOST:PORT of the Ray cluster's head; auto: this machine's cluster; local: only this machine",
-    )
+    where = "HOST:PORT of the Ray cluster's head; auto: this machine's cluster; local: only this machine"
+    parser.add_argument("--ray", metavar="ADDRESS", default="auto", help=where)
     parser.add_argument("--cpus", type=float, default=1.0, help="processors that Ray reserves for each actor")
     parser.set_defaults(patience=None, run=run_fleet)
 

@@ -20,10 +20,8 @@ class FleetHost:
         self.actor: ActorClient | None = None
 
     def run(self) -> Ending:
-        """Run the actor until the learner, or ``leave``, ends it.
-
-        Errors are returned as text: a simulator's exception types may be unknown to the fleet's process.
-        """
+        """Run the actor until the learner, or ``leave``, ends it. Errors are returned as text: a simulator's exception
+        types may be unknown to the fleet's process."""
         try:
             self.actor = make_actor_client(self.setup, self._tell, self._leave)
             with Watchdog():  # a hung simulator ends this process, and the fleet starts another

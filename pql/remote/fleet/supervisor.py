@@ -83,7 +83,6 @@ class Fleet:
     Args:
         tell: called with each message for the user.
         jitter: draws a number from a range, so that actors lost together do not reconnect at the same moment.
-
     Attributes:
         error: error that ended the fleet before any actor had stepped, or None.
     """
@@ -105,11 +104,8 @@ class Fleet:
         self._reported_at, self._reported_steps = 0.0, 0
 
     def turn(self, now: float) -> bool:
-        """Check all actors and start, restart or remove them. Return True once none is left.
-
-        Args:
-            now: seconds of any monotonic clock.
-        """
+        """Check all actors and start, restart or remove them. Return True once none is left. ``now``: seconds of any
+        monotonic clock."""
         looks = self.cluster.look()
         for number, found in looks.items():
             self.posts[number].placed = not isinstance(found, Ending)  # for all, before any is asked to leave

@@ -39,21 +39,13 @@ class ChildProcess:
         requests, self.requests = os.pipe()
         self.answers, answers = os.pipe()
         inherited = {"requests": requests, "answers": answers, "memory": self.memory, "crash": self.crash}
-        setup = {
-            **inherited,
-            "parent": os.getpid(),
-            "package": str(Path(pql.__file__).parent),
-        }
+        setup = {**inherited, "parent": os.getpid(), "package": str(Path(pql.__file__).parent)}
         environment = {**os.environ} if threads is None else {"OMP_NUM_THREADS": str(threads), **os.environ}
         files = [self.requests, self.answers, self.memory, self.crash]
         try:
+            command, kept = [found, "-u", far.__file__, json.dumps(setup)], list(inherited.values())
             self.process = subprocess.Popen(
-                [found, "-u", far.__file__, json.dumps(setup)],
-                stdin=subprocess.DEVNULL,
-                stdout=2,
-                pass_fds=list(inherited.values()),
-                start_new_session=True,
-                env=environment,
+                command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=kept, start_new_session=True, env=environment
             )
         except OSError as error:
             _close_files(files)
@@ -71,12 +63,8 @@ class ChildProcess:
         return f"the simulator's process {self.process.pid} ({self.python})"
 
     def ask(self, do: str, seconds: float, blob: bytes = b"", **request: Any) -> tuple[Any, bytes]:
-        """Send a message and wait for the answer.
-
-        Raises:
-            ConfigError: the simulator rejected a setting; the process continues.
-            RunError: an exception in the child, or an error of :meth:`wait`; the process has ended.
-        """
+        """Send a message and wait for the answer. Raises ``ConfigError``: the simulator rejected a setting; the process
+        continues; ``RunError``: an exception in the child, or an error of :meth:`wait`; the process has ended."""
         self._check_open()
         self._limit = seconds, "start_seconds"
         with suppress(BrokenPipeError):  # it has ended; its last output is still to be read

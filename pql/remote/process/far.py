@@ -115,11 +115,8 @@ def mount(folder: str) -> None:
 
 
 class Server:
-    """Serves one environment to the parent process.
-
-    Args:
-        ends: descriptors of the pipes and of the shared memory, inherited from the parent.
-    """
+    """Serves one environment to the parent process. ``ends``: descriptors of the pipes and of the shared memory,
+    inherited from the parent."""
 
     def __init__(self, ends: Mapping[str, int]):
         self.requests, self.answers, self.memory = ends["requests"], ends["answers"], ends["memory"]
@@ -259,10 +256,8 @@ class Server:
         return self.tensors[name].to(self.env.spec.device, copy=True)
 
     def step(self) -> bytes:
-        """Step, write the results to shared memory and return the answer byte.
-
-        Final observations are written only for rows where they may differ from ``obs``.
-        """
+        """Step, write the results to shared memory and return the answer byte. Final observations are written only for
+        rows where they may differ from ``obs``."""
         step, put = self.env.step(self.given("action")), self.put
         if not self.checked:
             self.check("step", step, self.speaks_torch)
@@ -328,11 +323,9 @@ def quit_process() -> NoReturn:
 
 
 def guard_group(setup: Mapping[str, Any]) -> None:
-    """Start a process that kills this process group as soon as the parent is gone.
-
-    It also ends what the simulator has forked, and a simulator that never releases the interpreter's lock. It is no
-    child of this process, because a simulator may wait for all of its own.
-    """
+    """Start a process that kills this process group as soon as the parent is gone. It also ends what the simulator has
+    forked, and a simulator that never releases the interpreter's lock. It is no child of this process, because a
+    simulator may wait for all of its own."""
     between = os.fork()
     if between:
         os.waitpid(between, 0)

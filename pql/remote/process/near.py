@@ -46,10 +46,8 @@ class ProcessVec:
         threads: threads of the child's numerical libraries.
         approve: called with the specification before the simulator is built, if its factory has ``describe``; an
             exception that it raises ends the process.
-
     Attributes:
         crossing: kind of shared memory; on CUDA devices with the reason if it is host memory.
-
     Raises:
         ConfigError: no such interpreter or simulator, or a rejected keyword or value.
         RunError: the simulator failed to start.
@@ -70,13 +68,8 @@ class ProcessVec:
     ):
         self._device, self._seconds, self._start_seconds = torch.device(device), step_seconds, start_seconds
         self._far = ChildProcess(python, threads)
-        wanted: dict[str, Any] = {
-            "name": name,
-            "num_envs": num_envs,
-            "device": str(device),
-            "kwargs": dict(kwargs or {}),
-            "offered": dict(offered or {}),
-        }
+        wanted: dict[str, Any] = {"name": name, "num_envs": num_envs, "device": str(device)}
+        wanted |= {"kwargs": dict(kwargs or {}), "offered": dict(offered or {})}
         try:
             if approve is not None:
                 foreseen = self._far.ask("foresee", start_seconds, **wanted)[0]["spec"]
@@ -144,10 +137,8 @@ class ProcessVec:
         self._far.wake()
 
     def result(self) -> Step:
-        """Wait for the step that was started. Fields are new tensors [N, ...].
-
-        Exception: if no episode ended or began, the flags are constant tensors, which callers must not modify.
-        """
+        """Wait for the step that was started. Fields are new tensors [N, ...]. Exception: if no episode ended or began,
+        the flags are constant tensors, which callers must not modify."""
         eventful = self._far.stepped(*self._patience)
         self._patience = (self._seconds, "step_seconds")
         flags = self._readers["flags"]().unbind(0) if eventful else self._ordinary
@@ -197,12 +188,11 @@ class ProcessVec:
 def map_memory(file: int, places: Mapping[str, Any], size: int) -> dict[str, Tensor]:
     """Map the shared arrays (see ``far_build.layout``): name -> CPU tensor."""
     shared = mmap.mmap(file, size)
-    return {
-        name: torch.from_numpy(
-            np.frombuffer(shared, np.dtype(dtype), int(np.prod(shape, dtype=np.int64)), offset).reshape(shape)
-        )
-        for name, (dtype, shape, offset) in places.items()
-    }
+    found = {}
+    for name, (dtype, shape, offset) in places.items():
+        flat = np.frombuffer(shared, np.dtype(dtype), int(np.prod(shape, dtype=np.int64)), offset)
+        found[name] = torch.from_numpy(flat.reshape(shape))
+    return found
 
 
 def reader(shared: Tensor, device: torch.device) -> Callable[[], Tensor]:
@@ -214,11 +204,5 @@ def read_spec(facts: Mapping[str, Any], device: torch.device) -> EnvSpec:
     """Return the specification from the output of ``far_build.describe_simulator``."""
     fixed = {k: facts[k] for k in ("name", "num_envs", "max_episode_steps", "autoreset", "final_obs", "deterministic")}
     obs = {k: ObsSpec(tuple(shape), getattr(torch, dtype), stack) for k, (shape, dtype, stack) in facts["obs"].items()}
-    return EnvSpec(
-        **fixed,
-        obs=obs,
-        action=action_of(facts["action"]),
-        device=device,
-        log=tuple(facts["log"]),
-        info=dict(facts["info"]),
-    )
+    more: dict[str, Any] = {"log": tuple(facts["log"]), "info": dict(facts["info"])}
+    return EnvSpec(**fixed, obs=obs, action=action_of(facts["action"]), device=device, **more)

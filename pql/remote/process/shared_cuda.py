@@ -27,10 +27,7 @@ def usable(device: Any) -> bool:
 
 def allocate(size: int, device: Any) -> tuple[int, str]:
     """Allocate ``size`` bytes on ``device``; return the address and the handle for :func:`attach` in another process.
-
-    Raises:
-        OSError: the driver cannot share memory, on virtualised or partitioned devices for example.
-    """
+    Raises ``OSError``: the driver cannot share memory, on virtualised or partitioned devices for example."""
     address, handle = ctypes.c_uint64(), Handle()
     with _driver(device) as driver:
         _check(driver, driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size)))
@@ -42,11 +39,8 @@ def allocate(size: int, device: Any) -> tuple[int, str]:
 
 
 def attach(handle: str, device: Any) -> int:
-    """Return the address of memory that another process allocated, valid until that process frees it or ends.
-
-    Raises:
-        OSError: error of the driver.
-    """
+    """Return the address of memory that another process allocated, valid until that process frees it or ends. Raises
+    ``OSError``: error of the driver."""
     address, given = ctypes.c_uint64(), Handle.from_buffer_copy(bytes.fromhex(handle))
     with _driver(device) as driver:
         _check(driver, driver.cuIpcOpenMemHandle_v2(ctypes.byref(address), given, ctypes.c_uint(LAZY_PEER_ACCESS)))

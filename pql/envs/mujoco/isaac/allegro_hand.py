@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from pql.envs.mujoco.engine import Fields
-from pql.envs.mujoco.isaac.reorient import Reorient, furnish, look
+from pql.envs.mujoco.isaac.reorient import OBJECT, Reorient, furnish, look
 from pql.envs.mujoco.robots import model_file
-from pql.envs.mujoco.task import Memory
+from pql.envs.mujoco.task import Memory, add_servo
 
 FINGER = ((-0.5585, 0.5585), (-0.2792, 1.7278), (-0.2792, 1.7278), (-0.2792, 1.7278))
 THUMB = ((0.2792, 1.5708), (-0.3316, 1.1519), (-0.2792, 1.7278), (-0.2792, 1.7627))
@@ -43,23 +43,11 @@ class AllegroHand(Reorient):
     angle of each joint, scaled to its range; fingers from index to thumb, joints from palm to tip.
     """
 
-    name = "allegro_hand"
-    contacts = (18, 72)
-    obs_size = 88
-    action_size = 16
-    frame_skip = 8
-    dt = 0.03334
+    name, contacts = "allegro_hand", (18, 72)
+    obs_size, action_size = 88, 16
+    frame_skip, dt = 8, 0.03334
     place = (0.0, -0.2, 0.56)
-    parts: ClassVar[tuple[str, ...]] = (
-        "joints",
-        "joint_speeds",
-        "joint_forces",
-        "pose",
-        "motion",
-        "goal",
-        "error",
-        "action",
-    )
+    parts: ClassVar[tuple[str, ...]] = ("joints", "joint_speeds", "joint_forces", *OBJECT, "action")
 
     @classmethod
     def source(cls) -> mujoco.MjSpec:
@@ -80,7 +68,8 @@ class AllegroHand(Reorient):
         for mesh in list(spec.meshes):
             spec.delete(mesh)
         for joint, limits in zip(spec.joints, RANGES, strict=True):
-            _drive(spec, joint, limits)
+            joint.range, joint.armature, joint.damping, joint.frictionloss = limits, ARMATURE, [0, 0, 0], 0
+            add_servo(spec, joint.name, limits, EFFORT, STIFFNESS, DAMPING)
         furnish(spec, cls.place, HALF, DENSITY)
         look(spec, cls.place)
         return spec
@@ -88,18 +77,3 @@ class AllegroHand(Reorient):
     def measure(self, fields: Fields, memory: Memory) -> dict[str, Tensor]:
         measured = super().measure(fields, memory)
         return {**measured, "joint_forces": torch.zeros_like(measured["joints"])}
-
-
-def _drive(spec: mujoco.MjSpec, joint: mujoco.MjsJoint, limits: tuple[float, float]) -> None:
-    """Add a position servo."""
-    joint.range, joint.armature, joint.damping, joint.frictionloss = limits, ARMATURE, [0, 0, 0], 0
-    motor = spec.add_actuator(
-        name=joint.name,
-        target=joint.name,
-        trntype=mujoco.mjtTrn.mjTRN_JOINT,
-        ctrlrange=limits,
-        ctrllimited=True,
-        forcerange=[-EFFORT, EFFORT],
-        forcelimited=True,
-    )
-    motor.set_to_position(kp=STIFFNESS, kv=DAMPING)

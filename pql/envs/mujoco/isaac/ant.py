@@ -19,15 +19,11 @@ JOINTS = tuple(f"{joint}_{leg}" for leg in (1, 2, 3, 4) for joint in ("hip", "an
 
 class IsaacAnt(Runner):
     """Ant: 60 observations, 8 actions (torques of up to 15 Nm); runs towards a point far away on the x axis.
-
     Observations as in :class:`.run.Runner`: yaw and roll in [0, 2 pi), the net force and torque on each foot about its
-    ankle. An episode ends where the torso is below 0.31 m.
-    """
+    ankle. An episode ends where the torso is below 0.31 m."""
 
-    name = "isaac_ant"
-    contacts = (9, 36)
-    obs_size = 60
-    action_size = 8
+    name, contacts = "isaac_ant", (9, 36)
+    obs_size, action_size = 60, 8
     links = FEET
     height, lowest, death, alive = 0.44, 0.31, -2.0, 0.5
     pace = 0.2

@@ -42,10 +42,8 @@ class Anymal(Velocity):
     ground; hips, shanks and feet may touch it.
     """
 
-    name = "anymal"
-    contacts = (22, 66)
-    obs_size = 48
-    action_size = 12
+    name, contacts = "anymal", (22, 66)
+    obs_size, action_size = 48, 12
     time_limit = 2499
     terms = ("linear", "angular", "torque", "floor")
     outputs: ClassVar[tuple[str, ...]] = ("sensordata", "qfrc_actuator")
@@ -88,9 +86,5 @@ class Anymal(Velocity):
         linear = 0.02 * torch.exp(-ahead.square().sum(1) / 0.25)
         angular = 0.01 * torch.exp(-around.square() / 0.25)
         torque = -5e-7 * fields["qfrc_actuator"][:, self._v].square().sum(1)
-        return {
-            "linear": linear,
-            "angular": angular,
-            "torque": torque,
-            "floor": -(linear + angular + torque).clamp(max=0),
-        }
+        floor = -(linear + angular + torque).clamp(max=0)
+        return {"linear": linear, "angular": angular, "torque": torque, "floor": floor}

@@ -84,10 +84,8 @@ class Arm:
         return torch.cat((torch.linalg.cross(axis, point[:, None] - pose.place[:, :-1]), axis), -1).mT
 
     def mass(self, pose: Pose, slides: Tensor) -> Tensor:
-        """Return the joints' inertia matrix [N, J, J] with fingers at ``slides`` [N, S], excluding motor armature.
-
-        M = sum over bodies of m Jv' Jv + Jw' I Jw, computed as R R' with one row of R per joint.
-        """
+        """Return the joints' inertia matrix [N, J, J] with fingers at ``slides`` [N, S], excluding motor armature. M =
+        sum over bodies of m Jv' Jv + Jw' I Jw, computed as R R' with one row of R per joint."""
         com = self._com + (slides[:, None, :, None] * self._slide).sum(2)  # [N, B, 3]
         frame = pose.frame[:, self._carrier]
         com = pose.place[:, self._carrier] + (frame @ com.unsqueeze(-1)).squeeze(-1)

@@ -22,13 +22,14 @@ from pql.contract.env import ObsSpec
 from pql.envs.mujoco.engine import Fields
 from pql.envs.mujoco.isaac import raster
 from pql.envs.mujoco.isaac.measure import Wrench, rotation
-from pql.envs.mujoco.task import Draw, Memory, Robot, Start, Task, Verdict
+from pql.envs.mujoco.task import Draw, Memory, Robot, Start, Task, Verdict, add_servo
 from pql.types import Obs
 
 LEGS = (0.0, 2 * math.pi / 3, 4 * math.pi / 3)  # angle of each around the tray
 TRAY, BALL, THICK = 0.5, 0.1, 0.02  # radius of the tray and of the ball, the tray's thickness: metres
 HEIGHT = 0.559117  # of the tray's centre at the start
 TOP, KNEE, FOOT = (0.4, 0.5291), (0.1454, 0.2746), (0.4, 0.02)  # a leg's joints: distance from the axis, height
+KNEE_RANGE = [-7 * math.pi / 18, math.pi / 2]  # radians
 LEG = 0.02  # a leg's radius
 EFFORT = 60.0  # N m of a knee; targets beyond the legs' reach would pull the feet off the ground
 SENSORS = 0.4  # distance of the force sensors from the tray's centre
@@ -67,32 +68,17 @@ def _leg(tray: mujoco.MjsBody, index: int, angle: float) -> None:
     upper.add_joint(name=f"upper_leg{index}", axis=[-s, c, 0], range=[-math.pi / 4, math.pi / 4])
     upper.add_geom(fromto=[0, 0, 0, *place(*span)], size=[LEG, 0, 0], rgba=[0.35, 0.35, 0.4, 1], **quiet)
     lower = upper.add_body(name=f"lower_leg{index}", pos=place(*span))
-    lower.add_joint(name=f"lower_leg{index}", axis=[-s, c, 0], range=[-7 * math.pi / 18, math.pi / 2], armature=0.01)
+    lower.add_joint(name=f"lower_leg{index}", axis=[-s, c, 0], range=KNEE_RANGE, armature=0.01)
     lower.add_geom(fromto=[0, 0, 0, *place(*shin)], size=[LEG, 0, 0], rgba=[0.6, 0.6, 0.65, 1], **quiet)
 
 
 def _drive(spec: mujoco.MjSpec, index: int) -> None:
     """Add the knee's position servo and pin the foot."""
-    knee = spec.add_actuator(
-        name=f"lower_leg{index}",
-        target=f"lower_leg{index}",
-        trntype=mujoco.mjtTrn.mjTRN_JOINT,
-        ctrlrange=[-7 * math.pi / 18, math.pi / 2],
-        ctrllimited=True,
-        forcerange=[-EFFORT, EFFORT],
-        forcelimited=True,
-    )
-    knee.set_to_position(kp=4000.0, kv=100.0)
+    add_servo(spec, f"lower_leg{index}", KNEE_RANGE, EFFORT, kp=4000.0, kv=100.0)
     angle, shin = LEGS[index], [FOOT[i] - KNEE[i] for i in (0, 1)]
     anchor = [shin[0] * math.cos(angle), shin[0] * math.sin(angle), shin[1]]
-    spec.add_equality(
-        type=mujoco.mjtEq.mjEQ_CONNECT,
-        objtype=mujoco.mjtObj.mjOBJ_BODY,
-        name1=f"lower_leg{index}",
-        name2="world",
-        data=[*anchor] + [0.0] * 9,
-        solref=[0.005, 1.0],
-    )
+    pin = spec.add_equality(type=mujoco.mjtEq.mjEQ_CONNECT, objtype=mujoco.mjtObj.mjOBJ_BODY)
+    pin.name1, pin.name2, pin.data, pin.solref = f"lower_leg{index}", "world", [*anchor] + [0.0] * 9, [0.005, 1.0]
 
 
 class BallBalance(Task):
@@ -104,16 +90,13 @@ class BallBalance(Task):
     """
 
     name = "ballbalance"
-    obs_size = 24
-    action_size = 3
-    frame_skip = 4
-    dt = 0.01
+    obs_size, action_size = 24, 3
+    frame_skip, dt = 4, 0.01
     terms = ("balance",)
     metrics = ("distance",)  # of the ball from its place above the tray's middle, in metres
     time_limit = 499
     outputs: ClassVar[tuple[str, ...]] = ("sensordata",)
-    model = "fast"
-    refused = "this robot is built in code and has no shipped model"
+    model, refused = "fast", "this robot is built in code and has no shipped model"
     integrator = mujoco.mjtIntegrator.mjINT_IMPLICITFAST
     STRIDE: ClassVar[float] = 0.2  # radians per step
 

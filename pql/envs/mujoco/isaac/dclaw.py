@@ -26,10 +26,11 @@ import torch
 from torch import Tensor
 
 from pql.envs.mujoco.engine import Fields
+from pql.envs.mujoco.isaac.measure import add_sensors
 from pql.envs.mujoco.isaac.reorient import Reorient, angle_between, furnish, xyzw
 from pql.envs.mujoco.isaac.shadow_hand import MOTION, ORDER
 from pql.envs.mujoco.robots import model_file
-from pql.envs.mujoco.task import Draw, Memory, Robot, Start, Verdict
+from pql.envs.mujoco.task import Draw, Memory, Robot, Start, Verdict, add_servo
 
 FINGERS = 4
 RADIUS, HEIGHT = 0.06, 0.25  # of the circle of fingers; of the plate above the table: metres
@@ -75,10 +76,6 @@ def _claw() -> mujoco.MjSpec:
     return spec
 
 
-def _joint(finger: int, joint: int) -> str:
-    return f"F{finger}J1{joint}"
-
-
 class DClaw(Reorient):
     """Observation (109): for each of 12 joints the position scaled to its range and 0.2 x velocity; the cube's
     position, orientation, velocity and 0.2 x angular velocity; the goal's orientation, and the rotation from goal to
@@ -91,28 +88,16 @@ class DClaw(Reorient):
     and targets nearly at rest. Success and a lost cube end the episode.
     """
 
-    name = "dclaw"
-    contacts = (24, 96)
-    obs_size = 109
-    action_size = 12
-    frame_skip = 20
-    dt = 0.08335
+    name, contacts = "dclaw", (24, 96)
+    obs_size, action_size = 109, 12
+    frame_skip, dt = 20, 0.08335
     time_limit = 119
     terms: ClassVar[tuple[str, ...]] = ("distance", "rotation", "energy", "bonus", "fall")
     outputs = ("sensordata", "qfrc_actuator")
     place = (0.0, 0.0, 0.12)
     tolerance = 0.4
     fall = 0.15
-    parts: ClassVar[tuple[str, ...]] = (
-        "joints",
-        "joint_speeds",
-        "pose",
-        "motion",
-        "goal_turn",
-        "error",
-        "fingertips",
-        "action",
-    )
+    parts = ("joints", "joint_speeds", "pose", "motion", "goal_turn", "error", "fingertips", "action")
     STRIDE: ClassVar[float] = 3.5 * 0.0833
     SMOOTH: ClassVar[float] = 0.2
     RATES: ClassVar[tuple[float, float, float]] = (0.25, 0.04, 0.5)  # success bounds: joints rad/s, cube m/s and rad/s
@@ -152,13 +137,7 @@ class DClaw(Reorient):
     def edit(cls, spec: mujoco.MjSpec) -> None:
         super().edit(spec)
         for finger in range(FINGERS):
-            for kind in MOTION:
-                spec.add_sensor(
-                    name=f"F{finger}tip {kind}",
-                    type=getattr(mujoco.mjtSensor, f"mjSENS_{kind.upper()}"),
-                    objtype=mujoco.mjtObj.mjOBJ_SITE,
-                    objname=f"F{finger}tip",
-                )
+            add_sensors(spec, MOTION, mujoco.mjtObj.mjOBJ_SITE, f"F{finger}tip")
 
     # -- episodes -----------------------------------------------------------------------------------------------------
 
@@ -228,15 +207,6 @@ def _random_orientations(count: int, draw: Draw) -> Tensor:
 
 def _drive(spec: mujoco.MjSpec, finger: int, joint: int) -> None:
     """Add a position servo, and remove the passive damping that ROBEL gives the joint in addition."""
-    hinge = spec.joint(_joint(finger, joint))
+    hinge = spec.joint(f"F{finger}J1{joint}")
     hinge.damping = [0, 0, 0]
-    motor = spec.add_actuator(
-        name=hinge.name,
-        target=hinge.name,
-        trntype=mujoco.mjtTrn.mjTRN_JOINT,
-        ctrlrange=hinge.range,
-        ctrllimited=True,
-        forcerange=[-EFFORT, EFFORT],
-        forcelimited=True,
-    )
-    motor.set_to_position(kp=STIFFNESS[joint], kv=DAMPING[joint])
+    add_servo(spec, hinge.name, hinge.range, EFFORT, STIFFNESS[joint], DAMPING[joint])

@@ -24,7 +24,7 @@ from torch import Tensor
 from pql.envs.mujoco.engine import Fields
 from pql.envs.mujoco.isaac.arm import Arm, OperationalSpace, Pose
 from pql.envs.mujoco.robots import model_file
-from pql.envs.mujoco.task import Draw, Memory, Robot, Start, Task, Verdict
+from pql.envs.mujoco.task import Draw, Memory, Robot, Start, Task, Verdict, add_servo
 from pql.types import Obs
 
 HINGES = tuple(f"joint{i}" for i in range(1, 8))
@@ -63,16 +63,7 @@ def _drive(spec: mujoco.MjSpec) -> None:
         spec.add_actuator(name=name, target=name, trntype=joint, ctrlrange=[-effort, effort], ctrllimited=True)
     for name in FINGERS:
         spec.joint(name).armature, spec.joint(name).damping = 0.1, [0.0, 0.0, 0.0]
-        finger = spec.add_actuator(
-            name=name,
-            target=name,
-            trntype=joint,
-            ctrlrange=[0.0, OPEN],
-            ctrllimited=True,
-            forcerange=[-200.0, 200.0],
-            forcelimited=True,
-        )
-        finger.set_to_position(kp=5000.0, kv=100.0)
+        add_servo(spec, name, [0.0, OPEN], 200.0, kp=5000.0, kv=100.0)
 
 
 class FrankaCubeStack(Task):
@@ -85,17 +76,13 @@ class FrankaCubeStack(Task):
     success; else 0.1 max(near, align) + 1.5 [lifted] + 2 align.
     """
 
-    name = "franka_cube_stack"
-    contacts = (18, 54)
-    obs_size = 19
-    action_size = 7
-    frame_skip = 8
-    dt = 0.01667
+    name, contacts = "franka_cube_stack", (18, 54)
+    obs_size, action_size = 19, 7
+    frame_skip, dt = 8, 0.01667
     time_limit = 299
     terms = ("reach", "lift", "align", "stack")
     metrics: ClassVar[tuple[str, ...]] = ("success",)
-    model = "fast"
-    refused = "the scene is built in code"
+    model, refused = "fast", "the scene is built in code"
     integrator = mujoco.mjtIntegrator.mjINT_IMPLICITFAST
     DELTA: ClassVar[tuple[float, ...]] = (0.1, 0.1, 0.1, 0.5, 0.5, 0.5)
     TRIES: ClassVar[int] = 16  # at most 36 % are too near: all 16 in at most one of ten million episodes
@@ -224,8 +211,7 @@ class FrankaCubeStackTorque(FrankaCubeStack):
     observation (26), with all nine joints' positions. Isaac Gym's ``joint_tor``."""
 
     name = "franka_cube_stack_torque"
-    obs_size = 26
-    action_size = 8
+    obs_size, action_size = 26, 8
 
     def torque(self, action: Tensor, fields: Fields, memory: Memory) -> Tensor:
         """Motor torques [N, 7] proportional to ``action`` [N, A]."""

@@ -66,26 +66,18 @@ def _foot(spec: mujoco.MjSpec, side: str) -> None:
     for axis, name in (((0, 1, 0), "ankle_y"), ((1, 0, 0.5), "ankle_x")):
         foot.add_joint(name=f"{side}_{name}", pos=(0, 0, 0.08), axis=axis)
     for heel, toe in ((-0.02, -0.04), (0.0, 0.02)):
-        foot.add_geom(
-            type=mujoco.mjtGeom.mjGEOM_CAPSULE,
-            size=(0.027, 0, 0),
-            fromto=(-0.07, heel * inward, 0, 0.14, toe * inward, 0),
-        )
+        ends = (-0.07, heel * inward, 0, 0.14, toe * inward, 0)
+        foot.add_geom(type=mujoco.mjtGeom.mjGEOM_CAPSULE, size=(0.027, 0, 0), fromto=ends)
 
 
 class IsaacHumanoid(Runner):
     """Humanoid: 108 observations, 21 actions (torques of up to 22.5 to 135 Nm); runs towards a point far away on the x
-    axis.
+    axis. Observations as in :class:`.run.Runner`: angles in [-pi, pi], the motors' torques, the net force and torque on
+    each foot about its body's origin. An episode ends where the torso is below 0.8 m."""
 
-    Observations as in :class:`.run.Runner`: angles in [-pi, pi], the motors' torques, the net force and torque on
-    each foot about its body's origin. An episode ends where the torso is below 0.8 m.
-    """
-
-    name = "isaac_humanoid"
-    contacts = (18, 36)
+    name, contacts = "isaac_humanoid", (18, 36)
     frame_skip = 4
-    obs_size = 108
-    action_size = 21
+    obs_size, action_size = 108, 21
     outputs: ClassVar[tuple[str, ...]] = ("sensordata", "qfrc_actuator")
     links = FEET
     height, lowest, death, alive = 1.34, 0.8, -1.0, 2.0
@@ -115,14 +107,8 @@ class IsaacHumanoid(Runner):
             joint = spec.joint(name)
             joint.range, joint.armature = wanted.range, wanted.armature
             joint.stiffness, joint.damping = [wanted.stiffness, 0, 0], [wanted.damping, 0, 0]
-            spec.add_actuator(
-                name=name,
-                target=name,
-                trntype=mujoco.mjtTrn.mjTRN_JOINT,
-                gear=[wanted.gear, 0, 0, 0, 0, 0],
-                ctrllimited=True,
-                ctrlrange=[-1, 1],
-            )
+            motor = spec.add_actuator(name=name, target=name, trntype=mujoco.mjtTrn.mjTRN_JOINT)
+            motor.gear, motor.ctrllimited, motor.ctrlrange = [wanted.gear, 0, 0, 0, 0, 0], True, [-1, 1]
         for foot in FEET:
             Wrench.sense(spec, foot)
 

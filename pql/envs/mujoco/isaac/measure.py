@@ -1,5 +1,6 @@
 """Measurements shared by the Isaac Gym tasks: rotations, scaled joint positions, wrenches on a link."""
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import mujoco
@@ -58,10 +59,8 @@ def conjugate(quat: Tensor) -> Tensor:
 
 
 def into(matrix: Tensor, vector: Tensor) -> Tensor:
-    """Rotate world vectors [..., 3] into the frame of ``matrix`` [..., 3, 3] (body to world): by its transpose.
-
-    Like ``times``, but term by term: a sum over an axis of three is several times slower on a CPU.
-    """
+    """Rotate world vectors [..., 3] into the frame of ``matrix`` [..., 3, 3] (body to world): by its transpose. Like
+    ``times``, but term by term: a sum over an axis of three is several times slower on a CPU."""
     x, y, z = vector.split(1, -1)
     first, second, third = matrix.unbind(-2)
     return torch.addcmul(torch.addcmul(x * first, y, second), z, third)
@@ -75,6 +74,13 @@ def roll_yaw(frame: Tensor) -> tuple[Tensor, Tensor]:
 def unscale(q: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """Scale positions (any shape) from their range [low, high] to [-1, 1]."""
     return (2 * q - low - high) / (high - low)
+
+
+def add_sensors(spec: mujoco.MjSpec, kinds: Sequence[str], of: mujoco.mjtObj, name: str, label: str = "") -> None:
+    """Add sensors of ``kinds`` on object ``name`` of type ``of``; they are called ``name kind`` + ``label``."""
+    for kind in kinds:
+        sensor = getattr(mujoco.mjtSensor, f"mjSENS_{kind.upper()}")
+        spec.add_sensor(name=f"{name} {kind}{label}", type=sensor, objtype=of, objname=name)
 
 
 class Wrench:
@@ -109,13 +115,7 @@ class Wrench:
     @classmethod
     def sense(cls, spec: mujoco.MjSpec, link: str) -> None:
         """Add the sensors for ``link``; acceleration is measured at the centre of mass (``objtype`` body)."""
-        for kind in cls.KINDS:
-            spec.add_sensor(
-                name=f"{link} {kind}",
-                type=getattr(mujoco.mjtSensor, f"mjSENS_{kind.upper()}"),
-                objtype=mujoco.mjtObj.mjOBJ_BODY,
-                objname=link,
-            )
+        add_sensors(spec, cls.KINDS, mujoco.mjtObj.mjOBJ_BODY, link)
 
     def read(self, fields: Fields) -> tuple[Tensor, Tensor]:
         """Return force [N, K, 3] and torque about the centre of mass [N, K, 3], both in the link's frame."""

@@ -26,6 +26,7 @@ from pql.envs.mujoco.isaac.measure import conjugate, product, rotation, unscale
 from pql.envs.mujoco.task import HOLD, Draw, Memory, Robot, Start, Task, Verdict
 from pql.types import Obs
 
+OBJECT = ("pose", "motion", "goal", "error")  # parts of observations about cube and goal
 DISPLAYED = (-0.2, -0.06, 0.12)  # offset of the displayed goal from the cube's start, metres
 
 
@@ -65,8 +66,7 @@ class Reorient(Task):
     time_limit = 599
     terms: ClassVar[tuple[str, ...]] = ("distance", "rotation", "action_cost", "bonus")
     metrics = ("success",)
-    model = "fast"
-    refused = "the task sets contacts and integrator itself"
+    model, refused = "fast", "the task sets contacts and integrator itself"
     integrator = mujoco.mjtIntegrator.mjINT_IMPLICITFAST
     impratio = HOLD
     place: ClassVar[tuple[float, float, float]]
@@ -185,31 +185,17 @@ def furnish(spec: mujoco.MjSpec, place: tuple[float, float, float], half: float,
     world = spec.worldbody
     spec.visual.headlight.ambient = [0.4, 0.4, 0.4]
     world.add_light(pos=[0, 0, 2], dir=[0, 0, -1])
-    world.add_geom(
-        name="floor",
-        type=mujoco.mjtGeom.mjGEOM_PLANE,
-        size=[1, 1, 0.1],
-        rgba=[0.75, 0.78, 0.8, 1],
-        contype=0,
-        conaffinity=0,
-    )
+    floor = world.add_geom(name="floor", type=mujoco.mjtGeom.mjGEOM_PLANE, size=[1, 1, 0.1], rgba=[0.75, 0.78, 0.8, 1])
+    floor.contype = floor.conaffinity = 0
     cube = world.add_body(name="object", pos=place)
     cube.add_freejoint(name="object")
     goal = world.add_body(name="goal", pos=[a + b for a, b in zip(place, DISPLAYED, strict=True)], mocap=True)
     for body, touches in ((cube, 1), (goal, 0)):
-        body.add_geom(
-            type=mujoco.mjtGeom.mjGEOM_BOX,
-            size=[half] * 3,
-            density=density,
-            friction=[1, 0.005, 0.001],
-            condim=4,
-            contype=touches,
-            conaffinity=touches,
-            rgba=[0.9, 0.9, 0.9, 1],
-        )
+        block = body.add_geom(type=mujoco.mjtGeom.mjGEOM_BOX, size=[half] * 3, density=density, rgba=[0.9, 0.9, 0.9, 1])
+        block.friction, block.condim = [1, 0.005, 0.001], 4
+        block.contype = block.conaffinity = touches
         for axis in range(3):  # a red, a green and a blue mark, so that no two orientations look alike
             mark = [float(axis == other) for other in range(3)]
             size = [0.001 if axis == other else 0.7 * half for other in range(3)]
-            body.add_site(
-                type=mujoco.mjtGeom.mjGEOM_BOX, pos=[half * one for one in mark], size=size, rgba=[*mark, 1.0]
-            )
+            place_of_mark = [half * one for one in mark]
+            body.add_site(type=mujoco.mjtGeom.mjGEOM_BOX, pos=place_of_mark, size=size, rgba=[*mark, 1.0])

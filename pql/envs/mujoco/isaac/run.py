@@ -32,14 +32,12 @@ class Runner(Task):
         spin, pace: scales of angular and joint velocities in observations.
     """
 
-    frame_skip = 2
-    dt = 0.0166
+    frame_skip, dt = 2, 0.0166
     time_limit = 999
     terms = ("progress", "alive", "up", "heading", "action_cost", "energy_cost", "limit_cost", "fall")
     metrics: ClassVar[tuple[str, ...]] = ("distance",)
     outputs: ClassVar[tuple[str, ...]] = ("sensordata",)
-    model = "fast"
-    refused = "this robot differs from the shipped model"
+    model, refused = "fast", "this robot differs from the shipped model"
     impratio = HOLD
     links: ClassVar[tuple[str, ...]]
     height: ClassVar[float]

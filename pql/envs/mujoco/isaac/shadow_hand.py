@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from pql.envs.mujoco.engine import Fields
-from pql.envs.mujoco.isaac.measure import Wrench
-from pql.envs.mujoco.isaac.reorient import DISPLAYED, Reorient, look
+from pql.envs.mujoco.isaac.measure import Wrench, add_sensors
+from pql.envs.mujoco.isaac.reorient import DISPLAYED, OBJECT, Reorient, look
 from pql.envs.mujoco.robots import model_file
 from pql.envs.mujoco.task import Memory, Robot
 
@@ -27,18 +27,7 @@ PREFIX = "robot0:"
 TIPS = tuple(f"{PREFIX}{finger}distal" for finger in ("ff", "mf", "rf", "lf", "th"))
 MOTION = ("framepos", "framequat", "framelinvel", "frameangvel")  # of a fingertip: 13 numbers
 ORDER = (0, 1, 2, 4, 5, 6, 3, 7, 8, 9, 10, 11, 12)  # MuJoCo's w, x, y, z -> x, y, z, w
-STATE: tuple[str, ...] = (
-    "joints",
-    "joint_speeds",
-    "joint_forces",
-    "pose",
-    "motion",
-    "goal",
-    "error",
-    "fingertips",
-    "fingertip_forces",
-    "action",
-)
+STATE = ("joints", "joint_speeds", "joint_forces", *OBJECT, "fingertips", "fingertip_forces", "action")
 
 
 class ShadowHand(Reorient):
@@ -50,12 +39,9 @@ class ShadowHand(Reorient):
     to its range; the last joints of the four fingers are coupled to the joints before them.
     """
 
-    name = "shadow_hand"
-    contacts = (18, 96)
-    obs_size = 211
-    action_size = 20
-    frame_skip = 4
-    dt = 0.01667
+    name, contacts = "shadow_hand", (18, 96)
+    obs_size, action_size = 211, 20
+    frame_skip, dt = 4, 0.01667
     outputs = ("sensordata", "qfrc_actuator")
     place = (0.0, -0.39, 0.60)
     parts: ClassVar[tuple[str, ...]] = STATE
@@ -89,13 +75,7 @@ class ShadowHand(Reorient):
         for sensor in list(spec.sensors):
             spec.delete(sensor)
         for tip in TIPS:
-            for kind in MOTION:
-                spec.add_sensor(
-                    name=f"{tip} {kind} of joint",
-                    type=getattr(mujoco.mjtSensor, f"mjSENS_{kind.upper()}"),
-                    objtype=mujoco.mjtObj.mjOBJ_XBODY,
-                    objname=tip,
-                )
+            add_sensors(spec, MOTION, mujoco.mjtObj.mjOBJ_XBODY, tip, " of joint")
         for tip in TIPS:
             Wrench.sense(spec, tip)
 

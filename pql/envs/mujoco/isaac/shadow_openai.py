@@ -35,8 +35,7 @@ class ShadowHandOpenAI(ShadowHand):
 
     name = "shadow_hand_openai"
     obs_size = 42
-    frame_skip = 12
-    dt = 0.05001
+    frame_skip, dt = 12, 0.05001
     time_limit = 8000
     terms = (*ShadowHand.terms, "fall", "late")
     parts: ClassVar[tuple[str, ...]] = ("fingertip_places", "place", "error", "action")
