@@ -19,10 +19,7 @@ NAMES_A_TASK = ("task", "task.name", "task.id", "task.game", "task.live")
 
 
 def train(
-    *overrides: str | Mapping[str, Any],
-    env: "VecEnv | None" = None,
-    callbacks: "Callbacks" = (),
-    quiet: bool = False,
+    *overrides: str | Mapping[str, Any], env: "VecEnv | None" = None, callbacks: "Callbacks" = (), quiet: bool = False
 ) -> "Summary":
     """Train with the overrides of the command line: ``pql.train("task=halfcheetah", "budget.seconds=60")``.
 

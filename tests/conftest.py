@@ -1,6 +1,7 @@
 """Shared fixtures and helpers: one intra-op thread, small runs from dataclasses, bit-exact comparison of trees."""
 
 import gc
+import importlib
 import os
 import signal
 import tempfile
@@ -24,7 +25,7 @@ from pql.config import Config, PlacementConfig, from_dict
 from pql.config.families import record_of
 from pql.config.migrate import known
 from pql.config.validate import validate
-from pql.contract.conformance import Report
+from pql.contract.conformance import Report, check_env
 from pql.contract.env import EnvSpec
 from pql.engine import watchdog
 from pql.engine.executors import Executor
@@ -74,6 +75,12 @@ FLASH: dict[str, Any] = {
     "critic": {"hidden": [8], "trunk": "residual", "batch_norm": True, "unit_weights": "all", "atoms": 11},
     "policy": {"hidden": [8, 8], "batch_norm": True, "unit_weights": "linear"},
 }
+
+
+@pytest.fixture
+def tool() -> Callable[[str], Any]:
+    """Return a function: dotted name below ``tools`` -> the script as a module."""
+    return lambda name: importlib.import_module(f"tools.{name}")
 
 
 @pytest.fixture(autouse=True)
@@ -178,6 +185,19 @@ class SummaryTables:
 @pytest.fixture
 def summary_tables(record_property: Callable[[str, object], None], request: pytest.FixtureRequest) -> SummaryTables:
     return SummaryTables(record_property, request.node.name)
+
+
+@pytest.fixture
+def conforms(summary_tables: SummaryTables) -> Callable[..., set[str]]:
+    """Return a function: (environment, steps) -> the rules without an occasion; it fails if the contract is broken."""
+
+    def check(env: Any, steps: int, **more: Any) -> set[str]:
+        report = check_env(env, steps=steps, **more)
+        summary_tables.conformance(report)
+        assert report.ok, str(report)
+        return {r.name for r in report.results if r.ok is None}
+
+    return check
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -94,10 +94,7 @@ def search(
     tell: Callable[[Split, float], None],
 ) -> Split:
     """Change one number at a time, the busiest part's first; keep changes that are clearly faster, until none is.
-
-    Args:
-        tell: called with every split tried, and its rate relative to the best before it.
-    """
+    ``tell``: called with every split tried, and its rate relative to the best before it."""
     best, tried = make(start), [start]
     try:
         best.rate(seconds)
@@ -137,11 +134,7 @@ def faster(a: Trial, b: Trial, seconds: float, rounds: int) -> float:
 
 
 def splits(config: Config) -> Split:
-    """Return the default split over all parts with threads on the CPU.
-
-    Raises:
-        ConfigError: there are none.
-    """
+    """Return the default split over all parts with threads on the CPU. Raises ``ConfigError``: there are none."""
     machine, out = machine_of(config), dict[str, int]()
     for worker, device in machine.devices.items():
         if device.type == "cpu":

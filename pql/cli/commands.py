@@ -24,11 +24,8 @@ from pql.errors import ConfigError, PqlWarning, RunError, nearest, writing
 
 @contextlib.contextmanager
 def within(seconds: float, what: str, kind: str) -> Iterator[None]:
-    """Context manager: end a command that makes no progress for ``seconds``, with the stacks of all threads.
-
-    Raises:
-        HungError: it was ended.
-    """
+    """Context manager: end a command that makes no progress for ``seconds``, with the stacks of all threads. Raises
+    ``HungError``: it was ended."""
     from pql.engine.watchdog import guarded, watching
 
     with guarded(), watching(what, deadlines.Limit(seconds, f"the limit of {kind}")):
@@ -94,10 +91,8 @@ def run_eval(args: argparse.Namespace) -> int:
         lost = error
     print_evaluation(row)
     if row["episodes"] < plan.episodes:
-        print(
-            f"only {row['episodes']} of {plan.episodes} episodes: "
-            "the environment has no time limit, or places for remote actors were empty"
-        )
+        why = "the environment has no time limit, or places for remote actors were empty"
+        print(f"only {row['episodes']} of {plan.episodes} episodes: {why}")
     if lost is None:
         print(f"written: {path}")
     elif out:
@@ -268,10 +263,8 @@ def run_list(args: argparse.Namespace) -> int:
     names = presets.names(group)
     column = max(map(len, names)) + 2
     for name in names:
-        about = f"{name:{column}}{presets.about(group, name)}"
-        print(
-            textwrap.fill(about, wide, subsequent_indent=" " * column, break_on_hyphens=False, break_long_words=False)
-        )
+        about, below = f"{name:{column}}{presets.about(group, name)}", " " * column
+        print(textwrap.fill(about, wide, subsequent_indent=below, break_on_hyphens=False, break_long_words=False))
     if group == "task":
         extra = sorted({*env_names()} - {*names})
         print("".join(f"task=env task.name={name}\n" for name in extra), end="")
@@ -304,13 +297,8 @@ def parse_pairs(words: Sequence[str], kinds: dict[str, type]) -> dict[str, Any]:
     """Parse ``key=value`` words with the keys and types of ``kinds``."""
     from pql.config.compose import parse_word
 
-    words_of = {
-        int: "a whole number",
-        bool: "true or false",
-        str: "text",
-        float: "a number",
-        list: "a list of numbers such as [100,200]",
-    }
+    words_of = {int: "a whole number", bool: "true or false", str: "text", float: "a number"}
+    words_of[list] = "a list of numbers such as [100,200]"
     out = {}
     for word in words:
         key, value = parse_word(word, [k for k, kind in kinds.items() if kind is str])

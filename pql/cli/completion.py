@@ -60,17 +60,8 @@ OWN = {
     "formats": ("pt2", "onnx"),
     "scale": ("true", "false"),
 }
-RUN_FIRST = (
-    "resume",
-    "eval",
-    "play",
-    "export",
-    "compare",
-    "report",
-    "watch",
-    "pull",
-    "push",
-)  # the first word is a path, for the shell
+# The first word is a path, for the shell.
+RUN_FIRST = ("resume", "eval", "play", "export", "compare", "report", "watch", "pull", "push")
 
 
 def candidates(line: str, commands: "Mapping[str, Command]") -> list[str]:
@@ -101,18 +92,14 @@ def candidates(line: str, commands: "Mapping[str, Command]") -> list[str]:
     else:
         chosen = next((w.removeprefix("algo=") for w in before if w.startswith("algo=")), "pql")
         algo = chosen if chosen in Presets().names("algo") else None
-        found = next_parts(
-            word, [*setting_names(command, algo), *(commands[command].own if command in commands else ())]
-        )
+        own = commands[command].own if command in commands else ()
+        found = next_parts(word, [*setting_names(command, algo), *own])
     return [w for w in found if w.startswith(word)]
 
 
 def setting_names(command: str, algo: str | None = None) -> list[str]:
-    """Return names of settings, of runs and of the tool, that may precede ``=`` after ``pql command``.
-
-    Args:
-        algo: the preset already named on the line; None: settings of every algorithm.
-    """
+    """Return names of settings, of runs and of the tool, that may precede ``=`` after ``pql command``. ``algo``: the
+    preset already named on the line; None: settings of every algorithm."""
     known = [*known_settings()] if algo is None else [name for name in known_settings() if is_of(name, algo)]
     if command == "train":
         return [*GROUPS, *known, "multirun_dir"]

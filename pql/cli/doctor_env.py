@@ -82,11 +82,8 @@ def _check(config: Config, steps: int | None) -> Report:
 
 
 def simulator_settings(name: str, words: Sequence[str]) -> list[str]:
-    """Convert words of the command line to a run's settings.
-
-    Raises:
-        ConfigError: a word that does not concern the environment.
-    """
+    """Convert words of the command line to a run's settings. Raises ``ConfigError``: a word that does not concern the
+    environment."""
     known = name in Presets().names("task") and name != "env"
     out = [f"task={name}"] if known else ["task=env", f"task.name={name}"]
     for word in words:
@@ -102,11 +99,8 @@ def simulator_settings(name: str, words: Sequence[str]) -> list[str]:
 
 
 class Paced(Timed):
-    """Says once, on standard error, how long a check takes whose end is not near.
-
-    Args:
-        total: number of steps that the check makes.
-    """
+    """Says once, on standard error, how long a check takes whose end is not near. ``total``: number of steps that the
+    check makes."""
 
     def __init__(self, env: Any, place: PlacementConfig, total: int):
         super().__init__(env, place)
@@ -163,27 +157,14 @@ def visit(env: VecEnv, steps: int, seed: int = 0) -> list[list[str]]:
         length += step.valid
         counts["late"] += int((step.terminated & (length >= limit)).sum()) if limit else 0
         length[step.first] = 0
+    ends = f"{counts['terminated']:,} terminated, {counts['truncated']:,} truncated in {counts['rows']:,} rows"
+    final = f"{spec.final_obs}; lost at {counts['lost']:,} time limits"
+    late = f"; {counts['late']:,} terminations in its row: if caused by the limit, they must be truncations"
     return [
         ["autoreset", MEANING[spec.autoreset]],
-        [
-            "episode ends",
-            f"{counts['terminated']:,} terminated, {counts['truncated']:,} truncated in "
-            f"{counts['rows']:,} rows; {counts['fillers']:,} filler rows in addition",
-        ],
-        [
-            "final observations",
-            f"{spec.final_obs}; lost at {counts['lost']:,} time limits"
-            + (", which are not bootstrapped from" if counts["lost"] else ""),
-        ],
-        [
-            "time limit",
-            f"{limit or 'none'}"
-            + (
-                f"; {counts['late']:,} terminations in its row: if caused by the limit, they must be truncations"
-                if counts["late"]
-                else ""
-            ),
-        ],
+        ["episode ends", f"{ends}; {counts['fillers']:,} filler rows in addition"],
+        ["final observations", final + (", which are not bootstrapped from" if counts["lost"] else "")],
+        ["time limit", f"{limit or 'none'}" + (late if counts["late"] else "")],
         *([["crosses through", env.crossing]] if hasattr(env, "crossing") else []),  # in a separate process
         ["host syncs a step", syncs(env, checker)],
         ["env-steps/s", f"{speed(env, checker):,.0f} with {spec.num_envs} environments on {spec.device}"],

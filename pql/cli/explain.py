@@ -22,13 +22,8 @@ SCHEMA = "schema"
 
 
 def print_config(overrides: Sequence[str]) -> int:
-    """Print every setting of the run as ``name=value`` with the layer that sets it, and return 0.
-
-    A setting whose condition does not hold is marked as not read.
-
-    Raises:
-        ConfigError: a wrong setting.
-    """
+    """Print every setting of the run as ``name=value`` with the layer that sets it, and return 0. A setting whose
+    condition does not hold is marked as not read. Raises ``ConfigError``: a wrong setting."""
     config, layers = trace(overrides, likely_device)
     sources = sources_of(config, layers)
     notes = (f"# {sources[one.name]}{unread(config, one)}" for one in settings(config))
@@ -38,10 +33,7 @@ def print_config(overrides: Sequence[str]) -> int:
 
 def print_difference(overrides: Sequence[str]) -> int:
     """Print the presets of the run, and each setting that the command line changes with its preset's value; return 0.
-
-    Raises:
-        ConfigError: a wrong setting.
-    """
+    Raises ``ConfigError``: a wrong setting."""
     config, layers = trace(overrides, likely_device)
     sources, before = sources_of(config, layers), dict(leaves(preset_settings(layers)))
     rows = [
@@ -92,11 +84,8 @@ def unread(config: Config, one: Setting) -> str:
 
 
 def print_settings(overrides: Sequence[str]) -> int:
-    """Print the settings of the chosen algorithm, with values here, allowed values and comments, and return 0.
-
-    Raises:
-        ConfigError: a wrong setting.
-    """
+    """Print the settings of the chosen algorithm, with values here, allowed values and comments, and return 0. Raises
+    ``ConfigError``: a wrong setting."""
     config, _ = trace(overrides, likely_device)
     read = ("algo.",) if config.algo.data == "rollout" else ("algo.", "replay.")
     rows = [["setting", "here", "allowed", ""]]
@@ -133,13 +122,8 @@ def shown(value: Any) -> str:
 
 
 def dry_run(overrides: Sequence[str]) -> int:
-    """Build the run, warm up, run two ticks; print sizes, ratios, memory and estimated time. Returns 0.
-
-    Nothing is written.
-
-    Raises:
-        ConfigError: a wrong setting, or a run that does not fit into memory.
-    """
+    """Build the run, warm up, run two ticks; print sizes, ratios, memory and estimated time. Returns 0. Nothing is
+    written. Raises ``ConfigError``: a wrong setting, or a run that does not fit into memory."""
     from pql.config.compose import compose
     from pql.engine.watchdog import guarded
     from pql.run.build import build

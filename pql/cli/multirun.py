@@ -36,11 +36,8 @@ class Job:
 
 
 def run_many(words: Sequence[str], program: Sequence[str] = PROGRAM) -> int:
-    """Run the missing runs. Returns the exit status: 0, 1 if a run failed, 130 after Ctrl-C.
-
-    Raises:
-        ConfigError: before the first run: a wrong setting, or an existing run was made with other settings.
-    """
+    """Run the missing runs. Returns the exit status: 0, 1 if a run failed, 130 after Ctrl-C. Raises ``ConfigError``:
+    before the first run: a wrong setting, or an existing run was made with other settings."""
     folder, jobs = plan(words)
     for job in jobs:
         check_same(job)
@@ -59,11 +56,8 @@ def run_many(words: Sequence[str], program: Sequence[str] = PROGRAM) -> int:
 
 
 def plan(words: Sequence[str]) -> tuple[Path, list[Job]]:
-    """Return the folder and all runs in the order of the command line; the last swept setting changes fastest.
-
-    Raises:
-        ConfigError: a wrong setting; an interval, which is for ``pql sweep``; two combinations with the same name.
-    """
+    """Return the folder and all runs in the order of the command line; the last swept setting changes fastest. Raises
+    ``ConfigError``: a wrong setting; an interval, which is for ``pql sweep``; two combinations with the same name."""
     folder, settings = DIR, dict[str, str | Space]()
     for word in words:
         key, value = parse_space(word) if not word.startswith("multirun_dir=") else split_word(word)
@@ -128,9 +122,8 @@ def run_jobs(job: Job, runner: Runner, title: str) -> str:
     if runner.asked:
         return "interrupted"
     if status < 0:
-        print(
-            f"{title}: {how_ended(status)}; the stacks of its threads are above, if they could be written", flush=True
-        )
+        stacks = "the stacks of its threads are above, if they could be written"
+        print(f"{title}: {how_ended(status)}; {stacks}", flush=True)
     return f"failed ({how_ended(status)})"
 
 
@@ -139,10 +132,7 @@ def results(jobs: Sequence[Job], outcomes: Sequence[str]) -> str:
     rows = [["run", "state", "return", "IQM", "seconds", "env steps"]]
     for job, outcome in zip(jobs, outcomes, strict=True):
         summary = rundir.read_summary(job.run_dir) if outcome.startswith("finished") else None
-        cells = ["return_mean", "return_iqm", "seconds", "env_steps"]
-        values = [(summary or {}).get(key) for key in cells]
-        forms = [",.1f", ",.1f", ",.0f", ",d"]
-        rows.append(
-            [job.name, outcome, *("-" if v is None else format(v, f) for v, f in zip(values, forms, strict=True))]
-        )
+        forms = {"return_mean": ",.1f", "return_iqm": ",.1f", "seconds": ",.0f", "env_steps": ",d"}
+        values = {key: (summary or {}).get(key) for key in forms}
+        rows.append([job.name, outcome, *("-" if v is None else format(v, forms[k]) for k, v in values.items())])
     return table(rows, right=(2, 3, 4, 5))

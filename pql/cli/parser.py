@@ -62,7 +62,7 @@ COMMANDS = {
     "train": Command(
         "train: pql train task=halfcheetah algo=pql seed=1",
         (
-            overrides("key=value settings; presets: algo= task= atari= batch= placement= logger= scale="),
+            overrides("key=value settings; presets: algo= task= atari= placement= logger= scale="),
             flag("-m", "--multirun", about="a run for every combination: pql train -m algo=pql,sac seed=1,2,3"),
             flag("--cfg", about="print every setting and where its value comes from; also: --cfg job"),
             flag("--cfg-diff", about="print the settings that the command line changes, and their presets' values"),

@@ -27,11 +27,8 @@ PATIENCE = 5  # no trial is ended before this bucket, nor before this many trial
 
 
 def sweep_command(words: Sequence[str], program: Sequence[str] = PROGRAM) -> int:
-    """Run trials until there are enough. Returns the exit status: 0, 1 if none finished, 130 after Ctrl-C.
-
-    Raises:
-        ConfigError: before the first trial: a wrong setting, or an existing sweep with other settings.
-    """
+    """Run trials until there are enough. Returns the exit status: 0, 1 if none finished, 130 after Ctrl-C. Raises
+    ``ConfigError``: before the first trial: a wrong setting, or an existing sweep with other settings."""
     if any(word.strip() == "backend=wandb" for word in words):
         return sweep_with_wandb(make_plan(words), program)
     try:
@@ -55,10 +52,7 @@ def sweep_command(words: Sequence[str], program: Sequence[str] = PROGRAM) -> int
 
 def sweep_with_wandb(plan: Plan, program: Sequence[str]) -> int:
     """Write the definition of a wandb sweep; print the commands that use it or, with ``start=true``, run an agent here.
-
-    Raises:
-        ConfigError: wandb is not installed, or refuses the sweep.
-    """
+    Raises ``ConfigError``: wandb is not installed, or refuses the sweep."""
     import yaml
 
     definition, file = wandb_sweep(plan, program), plan.folder / "wandb-sweep.yaml"
@@ -88,11 +82,8 @@ def sweep_with_wandb(plan: Plan, program: Sequence[str]) -> int:
 
 
 def open_study(plan: Plan) -> Any:
-    """Open the study in the sweep's folder, new or existing.
-
-    Raises:
-        ConfigError: it was created with other settings.
-    """
+    """Open the study in the sweep's folder, new or existing. Raises ``ConfigError``: it was created with other
+    settings."""
     import optuna
 
     pruner = optuna.pruners.MedianPruner(n_startup_trials=PATIENCE, n_warmup_steps=PATIENCE)
@@ -180,11 +171,8 @@ class TrialFailedError(Exception):
 def run_seed(
     runner: Runner, run_dir: Path, words: list[str], watch: Callable[[], bool] | None
 ) -> dict[str, Any] | None:
-    """Run one seed of a trial. Returns its summary, or None if it was pruned.
-
-    Raises:
-        TrialFailedError: the run failed, or has no finite return.
-    """
+    """Run one seed of a trial. Returns its summary, or None if it was pruned. Raises ``TrialFailedError``: the run
+    failed, or has no finite return."""
     run_dir.parent.mkdir(exist_ok=True)
     log = run_dir.with_suffix(".log")
     command = next_command(run_dir, words)

@@ -68,11 +68,7 @@ def chosen_values(words: dict[str, str | Space], params: dict[str, Any]) -> list
 
 
 def make_plan(words: Sequence[str]) -> Plan:
-    """Check the command and the runs at both ends of the spaces.
-
-    Raises:
-        ConfigError: a wrong setting.
-    """
+    """Check the command and the runs at both ends of the spaces. Raises ``ConfigError``: a wrong setting."""
     own: dict[str, Any] = {}
     run: dict[str, str | Space] = {}
     for word in words:
@@ -162,11 +158,8 @@ def show_param(value: Any) -> str:
 
 
 def wandb_sweep(plan: Plan, program: Sequence[str]) -> dict[str, Any]:
-    """Return the definition of a wandb sweep, whose agent runs ``pql train`` with the values that wandb draws.
-
-    Raises:
-        ConfigError: several seeds, over which wandb has no mean.
-    """
+    """Return the definition of a wandb sweep, whose agent runs ``pql train`` with the values that wandb draws. Raises
+    ``ConfigError``: several seeds, over which wandb has no mean."""
     if len(plan.settings.seeds) > 1:
         text = ",".join(map(str, plan.settings.seeds))
         raise ConfigError("seeds", text, "one seed with backend=wandb: a trial is one run")

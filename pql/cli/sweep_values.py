@@ -32,11 +32,8 @@ class Space:
 
 
 def parse_space(word: str) -> tuple[str, str | Space]:
-    """Parse ``key=value``: return the key with the text of a single value, or with a ``Space``.
-
-    Raises:
-        ConfigError: an invalid form, a value that cannot be read, an empty space, or a repeated value.
-    """
+    """Parse ``key=value``: return the key with the text of a single value, or with a ``Space``. Raises ``ConfigError``:
+    an invalid form, a value that cannot be read, an empty space, or a repeated value."""
     from hydra.core.override_parser.types import IntervalSweep, RangeSweep
 
     key, text = split_word(word)

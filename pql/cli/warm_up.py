@@ -7,10 +7,7 @@ from contextlib import closing
 
 def warm_up(overrides: Sequence[str]) -> int:
     """Build the run, compile what its simulator and networks need, and return 0. No step is made, no file written.
-
-    Raises:
-        ConfigError: a wrong setting, or a run that does not fit into memory.
-    """
+    Raises ``ConfigError``: a wrong setting, or a run that does not fit into memory."""
     from pql.config.compose import compose
     from pql.engine.watchdog import guarded
     from pql.run.build import build

@@ -103,7 +103,7 @@ class Presets:
                 tree = {k: v for k, v in self._read(group, name).items() if k not in (LIKE, SCALES)}
                 if group == "algo":
                     tree = {"name": Path(chosen["algo"]).stem, **tree}
-                yield Layer(f"{group}/{name}.yaml", tree if group in WHOLE else {group: tree})
+                yield Layer(self.shown(f"{group}/{name}.yaml"), tree if group in WHOLE else {group: tree})
         algo, scale = chosen["algo"], chosen["scale"]
         tuned = [*self.tuned([scale], algo, scale)]
         if not tuned:
@@ -115,12 +115,17 @@ class Presets:
         yield from tuned
         yield from self.tuned(self.line("task", chosen["task"]), algo, scale)
 
+    def shown(self, file: str) -> str:
+        """Return a preset's file for messages: below ``cfg`` (this library's, as in a checkout) or the user's."""
+        folder = next((folder for folder in self.folders if (folder / file).exists()), None)
+        return file if folder is None else f"cfg/{file}" if folder == self.folders[-1] else str(folder / file)
+
     def line(self, group: str, name: str) -> list[str]:
         """Return a preset and its bases (``like``), direct and indirect."""
         self.check(group, name)
         found = [name]
         while (base := self._read(group, found[-1]).get(LIKE)) is not None:
-            setting = f"{group}/{found[-1]}.yaml: {LIKE}"
+            setting = f"{self.shown(f'{group}/{found[-1]}.yaml')}: {LIKE}"
             if base in found:
                 raise ConfigError(setting, base, f"a preset that is not like {name} itself")
             try:
@@ -156,13 +161,15 @@ class Presets:
             there, _, name = base.rpartition("/")
             found = self._tuned_tree(there or place, name)
             if found is None:
-                raise ConfigError(f"tuned/{place}/{algo}.yaml: {LIKE}", base, "ALGO, or PLACE/ALGO, with such a file")
+                setting = f"{self.shown(f'tuned/{place}/{algo}.yaml')}: {LIKE}"
+                raise ConfigError(setting, base, "ALGO, or PLACE/ALGO, with such a file")
             yield from self._extended(there or place, name, found, scale)
-        own_file = any((folder / "tuned" / place / f"{algo}.yaml").exists() for folder in self.folders)
-        file = f"tuned/{place}/{algo}.yaml" if own_file else f"algo/{algo}.yaml: {SCALES}.{place}"
+        own = f"tuned/{place}/{algo}.yaml"
+        own_file = any((folder / own).exists() for folder in self.folders)
+        file = self.shown(own) if own_file else f"{self.shown(f'algo/{algo}.yaml')}: {SCALES}.{place}"
         yield Layer(file, {k: v for k, v in tree.items() if k not in (LIKE, SCALES)})
-        if (own := (tree.get(SCALES) or {}).get(scale)) is not None:
-            yield Layer(f"{file}: {SCALES}.{scale}", own)
+        if (sized := (tree.get(SCALES) or {}).get(scale)) is not None:
+            yield Layer(f"{file}: {SCALES}.{scale}", sized)
 
     def _tuned_tree(self, place: str, algo: str) -> Mapping[str, Any] | None:
         for folder in self.folders:

@@ -44,10 +44,7 @@ class PageOptions:
 
 
 def write(
-    words: Sequence[str],
-    out: str | Path | None = None,
-    options: PageOptions | None = None,
-    single: bool = False,
+    words: Sequence[str], out: str | Path | None = None, options: PageOptions | None = None, single: bool = False
 ) -> tuple[Path, dict[str, Any]]:
     """Read runs, write ``index.html``, its figures as PNG and ``numbers.json`` into a folder.
 

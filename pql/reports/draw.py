@@ -211,14 +211,8 @@ def lines(
     ends = []
     for i, (name, part) in enumerate(parts.items()):
         of = style(i)
-        ax.plot(
-            part["x"],
-            part["y"],
-            color=of["color"],
-            ls=of["linestyle"],
-            lw=1.3,
-            marker="." if len(part["x"]) < 3 else "",
-        )
+        marker = "." if len(part["x"]) < 3 else ""
+        ax.plot(part["x"], part["y"], color=of["color"], ls=of["linestyle"], lw=1.3, marker=marker)
         ends.append((part["y"][-1], name, i))
     if zero:
         ax.set_ylim(0, 1.1 * max(max(part["y"]) for part in parts.values()) or 1)
@@ -262,14 +256,8 @@ def interval_rows(
         of = style(labels.index(label))
         ax.plot(scores, [y] * len(scores), ls="", marker="|", ms=5, color=of["color"], alpha=0.6, transform=below)
         if aggregate["low"] is not None:
-            ax.plot(
-                [aggregate["low"], aggregate["high"]],
-                [y, y],
-                color=of["color"],
-                lw=5,
-                alpha=0.28,
-                solid_capstyle="butt",
-            )
+            ends = [aggregate["low"], aggregate["high"]]
+            ax.plot(ends, [y, y], color=of["color"], lw=5, alpha=0.28, solid_capstyle="butt")
         ax.plot(aggregate["value"], y, color=of["color"], marker=of["marker"], ms=6)
     ax.update_datalim([(v, 0) for _, _, scores in rows for v in scores])  # shifted marks are not included automatically
     ax.autoscale_view()
@@ -290,16 +278,8 @@ def name_ends(ax: Axes, ends: Sequence[tuple[float, str, int]]) -> None:
     heights = spread([(y - low) / (high - low) for y, _, _ in order], gap=0.085)
     for height, (_, label, index) in zip(heights, order, strict=True):
         of = style(index)
-        ax.plot(
-            [1.03],
-            [height],
-            transform=ax.transAxes,
-            clip_on=False,
-            color=of["color"],
-            marker=of["marker"],
-            ms=4.5,
-            ls="",
-        )
+        shape = {"color": of["color"], "marker": of["marker"], "ms": 4.5, "ls": ""}
+        ax.plot([1.03], [height], transform=ax.transAxes, clip_on=False, **shape)
         ax.text(1.06, height, clip(label), transform=ax.transAxes, va="center", color=INK)
 
 

@@ -111,11 +111,8 @@ def normalised_curve(mine: Sequence[tuple[Sequence[Run], Scale]], axis: str, x: 
 
 
 def improvements(scores: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, dict[str, float]]]:
-    """Return for each label its probabilities of improvement over every other one, with their intervals.
-
-    Args:
-        scores: by label, one list of scores per task; all labels have the same tasks.
-    """
+    """Return for each label its probabilities of improvement over every other one, with their intervals. ``scores``: by
+    label, one list of scores per task; all labels have the same tasks."""
     out: dict[str, dict[str, dict[str, float]]] = {label: {} for label in scores}
     labels = list(scores)
     for i, a in enumerate(labels):

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from pql.config import AlgoConfig, from_dict
 from pql.config.families import record_of
-from pql.config.files import YAML_BYTES, expanded, read_bytes, read_json
+from pql.config.files import YAML_BYTES, expanded, read_bytes
 from pql.config.schema import nested
 from pql.engine.watchdog import touch
 from pql.errors import ConfigError, nearest, show
-from pql.run.store.run_dir import read_config
+from pql.run.store.run_dir import read_config, read_mapping, read_summary
 
 Row = dict[str, float]
 AXES = ("seconds", "env_steps", "updates")
@@ -25,14 +25,7 @@ METRICS_BYTES = 256 << 20  # weeks of a row every two seconds
 # Settings that say which run it is.
 IDENTITY = ("seed", "run_dir", "task.name", "task.id", "task.game", "task.model", "task.kwargs")
 # Settings that do not distinguish algorithms: also budget and logging.
-IGNORED = (
-    *IDENTITY,
-    "budget.",
-    "eval.",
-    "checkpoint.",
-    "logger.",
-    "replay.save",
-)
+IGNORED = (*IDENTITY, "budget.", "eval.", "checkpoint.", "logger.", "replay.save")
 
 
 @dataclass(frozen=True)
@@ -99,11 +92,8 @@ def find(words: Sequence[str]) -> tuple[list[Path], list[str]]:
 
 
 def read(paths: Sequence[Path]) -> list[Run]:
-    """Read the runs and give them labels that distinguish them.
-
-    Raises:
-        ConfigError: a run has no readable config or no metrics.
-    """
+    """Read the runs and give them labels that distinguish them. Raises ``ConfigError``: a run has no readable config or
+    no metrics."""
     settings = [flat(read_config(p)) for p in paths]
     labels = label(settings)
     names = short_names(paths)
@@ -117,7 +107,7 @@ def _read(path: Path, name: str, settings: dict[str, Any], text: str) -> Run:
         rows = [{k: v for k, v in row.items() if k != "updates/p"} for row in rows]
     if not rows:
         raise ConfigError("run", path, "a run with metrics: metrics.jsonl is missing or holds no row yet")
-    summary = _json(path / "summary.json")
+    summary = read_summary(path)
     if summary is None:
         notes.append("no summary.json: it is still running, or was cut off")
     elif summary.get("interrupted"):
@@ -140,18 +130,15 @@ def _read(path: Path, name: str, settings: dict[str, Any], text: str) -> Run:
         evals,
         complete=bool(summary and summary.get("return_mean") is not None and not summary.get("interrupted")),
         reached=target is not None and bool((evals["return_mean"] >= target).any()),
-        machine=machine_of(_json(path / "env.json") or {}),
+        machine=machine_of(read_mapping(path / "env.json") or {}),
         notes=notes,
         config=read_bytes(path / "config.yaml", YAML_BYTES).decode(errors="replace"),
     )
 
 
 def read_rows(path: Path) -> tuple[list[Row], list[str]]:
-    """Return the readable rows, ordered by time, and notes on unreadable lines.
-
-    Raises:
-        ConfigError: it is not a regular file, or larger than ``METRICS_BYTES``.
-    """
+    """Return the readable rows, ordered by time, and notes on unreadable lines. Raises ``ConfigError``: it is not a
+    regular file, or larger than ``METRICS_BYTES``."""
     try:
         lines = read_bytes(path, METRICS_BYTES).decode(errors="replace").split("\n")
     except OSError:
@@ -297,11 +284,3 @@ def short_names(paths: Sequence[Path]) -> list[str]:
         return [paths[0].resolve().name]
     full = [str(p.resolve()) for p in paths]
     return [os.path.relpath(p, os.path.commonpath(full)) for p in full]
-
-
-def _json(path: Path) -> dict[str, Any] | None:
-    try:
-        data = read_json(path)
-    except (OSError, ValueError):
-        return None
-    return data if isinstance(data, dict) else None

@@ -51,11 +51,7 @@ def measured(scores: Sequence[ArrayLike], statistic: Statistic) -> Array:
 
 
 def interval(
-    scores: Sequence[ArrayLike],
-    statistic: Statistic,
-    draws: int = DRAWS,
-    confidence: float = CONFIDENCE,
-    seed: int = 0,
+    scores: Sequence[ArrayLike], statistic: Statistic, draws: int = DRAWS, confidence: float = CONFIDENCE, seed: int = 0
 ) -> tuple[Array, Array]:
     """Percentile interval of the stratified bootstrap: runs are drawn with replacement within each task.
 

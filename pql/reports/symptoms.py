@@ -228,9 +228,7 @@ SYMPTOMS = {
         "algo.lr_schedule=cosine; checkpoints/best keeps the best evaluation",
     ),
     10: Detector(
-        "PPO learns nothing",
-        no_values,
-        "algo.init_std, algo.epochs, algo.minibatches, algo.normalize_reward=true",
+        "PPO learns nothing", no_values, "algo.init_std, algo.epochs, algo.minibatches, algo.normalize_reward=true"
     ),
     12: Detector(
         "The collector limits the speed",

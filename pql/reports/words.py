@@ -108,13 +108,9 @@ def findings(numbers: Numbers) -> list[tuple[str, str]]:
         best, runs = groups[0], plural(len(groups[0]["scores"]), "run")
         if len(groups) == 1:
             text = f"{best['label']} has an IQM of {spoken(best['score']['iqm'])} at {where}, {runs}."
-            out.append((task["task"], text))
-            continue
-        second = groups[1]
-        text = (
-            f"{best['label']} is ahead at {where}, IQM {spoken(best['score']['iqm'])} over {runs}; "
-            f"next {second['label']} with {spoken(second['score']['iqm'])}. {verdict(best, second)}"
-        )
+        else:
+            ahead = f"{best['label']} is ahead at {where}, IQM {spoken(best['score']['iqm'])} over {runs}"
+            text = f"{ahead}; {followed(best, groups[1])}"
         out.append((task["task"], text))
     return [*out, *over_all_tasks(numbers)]
 
@@ -126,11 +122,13 @@ def over_all_tasks(numbers: Numbers) -> list[tuple[str, str]]:
     if len(overall["tasks"]) < 2 or len(groups) < 2:
         return []
     best, second = groups[:2]
-    text = (
-        f"{best['label']} is ahead, normalised IQM {spoken(best['score']['iqm'])}; "
-        f"next {second['label']} with {spoken(second['score']['iqm'])}. {verdict(best, second)}"
-    )
-    return [(f"{len(overall['tasks'])} tasks", text)]
+    ahead = f"{best['label']} is ahead, normalised IQM {spoken(best['score']['iqm'])}"
+    return [(f"{len(overall['tasks'])} tasks", f"{ahead}; {followed(best, second)}")]
+
+
+def followed(first: Numbers, second: Numbers) -> str:
+    """Return the second algorithm with its score, and the verdict."""
+    return f"next {second['label']} with {spoken(second['score']['iqm'])}. {verdict(first, second)}"
 
 
 def verdict(first: Numbers, second: Numbers) -> str:

@@ -12,14 +12,7 @@ from pql.config import Config
 from pql.contract.env import EnvSpec, VecEnv
 from pql.engine.executors import Executor, Inline, Threads
 from pql.engine.graph import Capture
-from pql.engine.placement import (
-    Machine,
-    keep_freed_memory,
-    machine_of,
-    make_executor,
-    make_inline,
-    set_precision,
-)
+from pql.engine.placement import Machine, keep_freed_memory, machine_of, make_executor, make_inline, set_precision
 from pql.engine.schedule import Concurrent, Counts, Lockstep, Schedule, Trace
 from pql.engine.worker import LearnerJob, WeightSlot, Worker
 from pql.errors import ConfigError
@@ -106,23 +99,15 @@ def _assemble(setup: Setup, wiring: Wiring, machine: Machine, trace: Trace | Non
     rounds = 1 if kind == "concurrent" else counts.rounds
     capture: Capture = "off" if kind == "replicas" else setup.capture  # replicas take locks, which cannot be captured
     jobs = {w: LearnerJob(learners[w], counts.updates[w] // rounds, devices[w], capture) for w in learners}
-    workers = {
-        w: Worker(
-            w,
-            jobs.get(w, collector.run),
-            devices[w],
-            [(slots[s], t) for s, t in pulls.items()],
-            [slots[s] for s in publishes],
-            machine.threads[w],
-            trace,
-        )
-        for w, (pulls, publishes) in exchanged.items()
-    }
+    workers = {}
+    for w, (pulls, publishes) in exchanged.items():
+        pulled, published = [(slots[s], t) for s, t in pulls.items()], [slots[s] for s in publishes]
+        job = jobs.get(w, collector.run)
+        workers[w] = Worker(w, job, devices[w], pulled, published, machine.threads[w], trace)
     schedule: Schedule
     if kind == "concurrent":
-        schedule = Concurrent(
-            workers, counts, executor or make_executor(config.placement, devices), collector.behind_target
-        )
+        executor = executor or make_executor(config.placement, devices)
+        schedule = Concurrent(workers, counts, executor, collector.behind_target)
     else:
         alone = Inline() if kind == "replicas" else make_inline(config.placement)  # replicas have their own executor
         schedule = Lockstep(workers, counts, executor or alone, collector.behind_target)

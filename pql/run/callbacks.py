@@ -7,11 +7,8 @@ from pql.errors import ConfigError
 
 
 def as_callbacks(callbacks: Any) -> list[Callable[..., Any]]:
-    """Return one or several callbacks as a list.
-
-    Raises:
-        ConfigError: something that is neither a function nor a list of functions.
-    """
+    """Return one or several callbacks as a list. Raises ``ConfigError``: something that is neither a function nor a
+    list of functions."""
     allowed = "functions that take (session, row)"
     if callable(callbacks):
         return [callbacks]

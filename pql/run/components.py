@@ -69,11 +69,8 @@ class Parts:
         return preparation(self.env)
 
     def start(self, resumed_at: int = 0) -> None:
-        """Reset the simulator.
-
-        Args:
-            resumed_at: env steps of a resumed run. They change the seed of a simulator that cannot restore its state.
-        """
+        """Reset the simulator. ``resumed_at``: env steps of a resumed run. They change the seed of a simulator that
+        cannot restore its state."""
         with self._starting(f"the reset of {self.env.spec.name}"):
             steps = 0 if supports(self.env, Resumable) else resumed_at
             self.collector.start(env_seed(self.config.seed, steps))
@@ -154,10 +151,7 @@ class Parts:
 
     def drain(self, group: Callable[[str], Group] = lambda worker: ALONE) -> dict[str, Tensor]:
         """Return device values for the log since the last call: episodes and updates of all replicas, and gauges.
-
-        Args:
-            group: process group of a worker, over which values are summed.
-        """
+        ``group``: process group of a worker, over which values are summed."""
         return drain_all([self], group)
 
     def statistics(self) -> list[Moments]:
@@ -176,11 +170,8 @@ class Parts:
         return {**self.collector.counters(), **{k: job.updates for k, job in self.jobs.items()}}
 
     def load_counters(self, counters: dict[str, float]) -> None:
-        """Restore the output of :meth:`counters`, except the ticks.
-
-        Raises:
-            ConfigError: they come from another number of replicas.
-        """
+        """Restore the output of :meth:`counters`, except the ticks. Raises ``ConfigError``: they come from another
+        number of replicas."""
         check_replicas(counters, 1)
         self.collector.load_counters({k: counters[k] for k in self.own_counters()})
         for k, job in self.jobs.items():

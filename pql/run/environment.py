@@ -52,11 +52,8 @@ def with_last_action(config: Config, env: VecEnv) -> VecEnv:
 
 
 def task_kwargs(config: Config) -> dict[str, Any]:
-    """Return the keyword arguments that the task passes to its factory.
-
-    Raises:
-        ConfigError: a keyword that also has its own setting, such as ``task.game``.
-    """
+    """Return the keyword arguments that the task passes to its factory. Raises ``ConfigError``: a keyword that also has
+    its own setting, such as ``task.game``."""
     task = config.task
     for name in RESERVED & task.kwargs.keys():
         raise ConfigError(f"task.kwargs.{name}", task.kwargs[name], "no such keyword: the run's own settings give it")
@@ -130,18 +127,9 @@ def process_env(
     from pql.remote.process.near import ProcessVec
 
     process, threads = config.task.process, machine.threads["simulator"]
-    return ProcessVec(
-        config.task.name,
-        num_envs,
-        machine.devices["collector"],
-        process.python or "",
-        task_kwargs(config),
-        {"threads": threads},
-        process.step_seconds,
-        process.start_seconds,
-        threads,
-        approve,
-    )
+    given = (process.python or "", task_kwargs(config), {"threads": threads})
+    limits = (process.step_seconds, process.start_seconds)
+    return ProcessVec(config.task.name, num_envs, machine.devices["collector"], *given, *limits, threads, approve)
 
 
 def remote_env(config: Config, groups: int | None, num_envs: int, device: torch.device) -> VecEnv:

@@ -219,13 +219,8 @@ def limit_note(spec: EnvSpec, max_steps: int | None) -> str | None:
 
 
 def random_actions(env: VecEnv, epsilon: float, seed: int) -> Callable[[Tensor], Tensor]:
-    """Return a function that replaces a share ``epsilon`` of discrete actions [N], or [N, K], by uniform ones.
-
-    The identity if it is 0.
-
-    Raises:
-        ConfigError: the actions are not discrete.
-    """
+    """Return a function that replaces a share ``epsilon`` of discrete actions [N], or [N, K], by uniform ones. The
+    identity if it is 0. Raises ``ConfigError``: the actions are not discrete."""
     check_acting_epsilon(epsilon, env.spec)
     if epsilon == 0:
         return lambda action: action

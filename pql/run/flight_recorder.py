@@ -31,11 +31,8 @@ if TYPE_CHECKING:
 
 @contextmanager
 def dumping(run_dir: Path, parts: "Parts", rank: int = 0) -> Iterator[None]:
-    """Context manager: a run that ends because no environment is finite leaves a dump; the error names its path.
-
-    Raises:
-        RunError: the error that ended the run.
-    """
+    """Context manager: a run that ends because no environment is finite leaves a dump; the error names its path. Raises
+    ``RunError``: the error that ended the run."""
     try:
         yield
     except RunError as error:
@@ -52,11 +49,8 @@ def dumping(run_dir: Path, parts: "Parts", rank: int = 0) -> Iterator[None]:
 
 
 def dump(path: Path, config: Config, collector: "Collector", counters: dict[str, int]) -> None:
-    """Write the contents of the flight recorder, and the last observation, action and step.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write the contents of the flight recorder, and the last observation, action and step. Raises ``OSError``: it
+    cannot be written."""
     from pql.contract.spec_json import spec_to_dict
 
     if collector.device.type == "cuda":  # the run is over: a host sync is harmless

@@ -40,11 +40,8 @@ class NonFiniteMonitor:
         self._lost = False  # final observations, reported
 
     def look(self, row: Row) -> None:
-        """Process the next row.
-
-        Raises:
-            RunError: ``LIMIT`` consecutive updates were skipped; the weights are unchanged since then.
-        """
+        """Process the next row. Raises ``RunError``: ``LIMIT`` consecutive updates were skipped; the weights are
+        unchanged since then."""
         if not all(f"updates/{k}" in row for k in self._seen):
             return  # of an evaluation
         self._look_at_rows(row.get("env/dropped", 0))
@@ -131,11 +128,8 @@ def short_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def naming_memory(device: torch.device) -> Iterator[None]:
-    """Turn a failed allocation of a run into an error with the sizes of what is used and free, and what to do.
-
-    Raises:
-        RunError: memory ran out.
-    """
+    """Turn a failed allocation of a run into an error with the sizes of what is used and free, and what to do. Raises
+    ``RunError``: memory ran out."""
     try:
         yield
     except (RunError, RuntimeError, MemoryError) as error:

@@ -51,11 +51,8 @@ _runs = itertools.count()
 
 
 def share_of(config: Config, place: World) -> Config:
-    """Return one rank's config: its share of every total, its device, threads and seed.
-
-    Raises:
-        ConfigError: a total is not divisible, or a setting does not support several processes.
-    """
+    """Return one rank's config: its share of every total, its device, threads and seed. Raises ``ConfigError``: a total
+    is not divisible, or a setting does not support several processes."""
     if place.size == 1:
         return config
     if config.algo.schedule not in ("lockstep", "concurrent"):
@@ -103,11 +100,8 @@ def own_device(setting: str, name: str, place: World) -> str:
 
 
 def own_executor(config: Config, kinds: Iterable[str]) -> str:
-    """Return the executor of a rank: with collectives on a GPU, one host thread must queue all workers.
-
-    Raises:
-        ConfigError: threads, on a GPU.
-    """
+    """Return the executor of a rank: with collectives on a GPU, one host thread must queue all workers. Raises
+    ``ConfigError``: threads, on a GPU."""
     chosen, kinds = config.placement.executor, set(kinds)
     if "cuda" not in kinds:
         return chosen
@@ -182,13 +176,8 @@ class Ranks:
                 raise RunError(f"rank {self.rank} and rank {rank} have drifted apart: {wrong[0]} differs")
 
     def resume_point(self, folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return this rank's tensors and manifest of the newest resume point that all ranks have intact.
-
-        ``folder`` is rank 0's.
-
-        Raises:
-            ConfigError: there is none, or it has another number of ranks.
-        """
+        """Return this rank's tensors and manifest of the newest resume point that all ranks have intact. ``folder`` is
+        rank 0's. Raises ``ConfigError``: there is none, or it has another number of ranks."""
         if (wrote := checkpoint.ranks(folder)) not in (None, self.size):
             raise ConfigError(
                 "processes", self.size, f"{wrote}, as the run had; a new run can start from its weights: init_from=RUN"
@@ -217,11 +206,8 @@ class Ranks:
         return self.every(value)[0]
 
     def by_first(self, make: Callable[[], T]) -> T:
-        """Call ``make`` on rank 0 only and return its result on all ranks.
-
-        Raises:
-            ConfigError: on all ranks, if raised on rank 0.
-        """
+        """Call ``make`` on rank 0 only and return its result on all ranks. Raises ``ConfigError``: on all ranks, if
+        raised on rank 0."""
         made: T | None = None
         wrong: tuple[str, str, str] | None = None
         if self.first:
@@ -272,10 +258,7 @@ class Ranks:
     @contextmanager
     def failing_together(self) -> Iterator[None]:
         """Context manager: a failure ends all ranks; a rank that failed in a collective names the rank that caused it.
-
-        Raises:
-            RunError: another rank failed.
-        """
+        Raises ``RunError``: another rank failed."""
         try:
             yield
         except Exception as error:
@@ -323,11 +306,8 @@ class Ranks:
 
 
 def _join(place: World) -> None:
-    """Initialise ``torch.distributed``, once per process.
-
-    Raises:
-        ConfigError: the program has set up ``torch.distributed`` itself.
-    """
+    """Initialise ``torch.distributed``, once per process. Raises ``ConfigError``: the program has set up
+    ``torch.distributed`` itself."""
     global _store
     if _store is not None:
         return

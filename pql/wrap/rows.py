@@ -81,10 +81,7 @@ class SameStep:
 
 def clamped(env: VecEnv, action: Tensor, from_start: bool = False) -> Tensor:
     """Copy ``action`` [N, A], [N] or [N, K] to the environment's device, with continuous actions clamped to [-1, 1].
-
-    Args:
-        from_start: discrete actions are the simulator's, from ``spec.action.start`` on; False: from 0 on.
-    """
+    ``from_start``: discrete actions are the simulator's, from ``spec.action.start`` on; False: from 0 on."""
     space = env.spec.action
     if isinstance(space, Box):
         return action.to(env.spec.device, torch.float32).clamp(-1, 1)

@@ -15,7 +15,6 @@ from sampling import sample, some_of
 import pql
 from pql.cli.main import main
 from pql.config.compose import compose
-from pql.config.layers import Presets
 from pql.contract.env import MultiDiscrete
 from pql.engine.executors import Inline
 from pql.envs.toy import Counter
@@ -164,7 +163,7 @@ def test_several_discrete_actions_resume_bit_for_bit_and_leave_with_their_start(
         forms = ("pt2", "onnx") if scale else ("pt2",)
         pql.export_policy(parts, out=tmp_path / f"{scale}", formats=forms, scale=scale, trust=True)
         for form in forms:
-            policy = load_policy(tmp_path / f"{scale}" / f"policy.{form}")
+            policy = load_policy(tmp_path / f"{scale}" / f"policy.{form}", trust=True)
             assert policy.spec.action == MultiDiscrete((3, 2), (-1, 4))
             assert torch.equal(policy(obs), live(obs))
             raw = policy._function([obs])[0]
@@ -206,16 +205,16 @@ def test_a_simulator_without_state_goes_on_with_an_empty_memory(monkeypatch):
     config = config_of({"task": {"name": "counter"}}, VARIANTS["lstm"])
     parts = ticks(start(config, Inline()), 3)
     again = build(config, executor=Inline())
-    again.first.collector.start(7)
+    again.collector.start(7)
     again.load_state_dict(parts.state_dict(), 3)
     assert parts.collector.actor.memory.carry.abs().max() > 0
-    assert again.first.collector.actor.memory.carry.abs().max() == 0
-    assert bool(again.first.collector.actor.memory.fresh.all())
-    again.first.workers["collector"].run(8)
-    segment = again.first.collector.stores[0].segment()
+    assert again.collector.actor.memory.carry.abs().max() == 0
+    assert bool(again.collector.actor.memory.fresh.all())
+    again.workers["collector"].run(8)
+    segment = again.collector.stores[0].segment()
     from pql.algos import ppo
 
-    state = again.first.learners["learner"].state
+    state = again.learners["learner"].state
     assert state.progress.carry.abs().max() > 0
     assert ppo.value_carry(state, segment).abs().max() == 0
 
@@ -311,12 +310,22 @@ def test_a_new_run_starts_from_old_weights(tmp_path):
 # -- presets ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scale", [s for s in Presets().names("scale") if s.startswith("ppo_")])
-def test_the_papers_settings_compose(scale):
-    config = compose(["device=cpu", "algo=ppo", f"scale={scale}"])
+@pytest.mark.parametrize(
+    ("task", "expected"),
+    [
+        ("isaac_ant", (4096, 16, 32768, 4, 0.008)),
+        ("allegro_hand", (16384, 8, 32768, 5, 0.016)),
+        ("shadow_hand", (16384, 8, 32768, 5, 0.016)),
+        ("franka_cube_stack", (8192, 32, 16384, 5, 0.008)),
+    ],
+)
+def test_the_papers_tasks_have_its_sizes_on_a_gpu(task, expected):
+    words = ["device=cpu", "scale=gpu"]
+    config = compose([*words, "algo=ppo", f"task={task}"])
     size = config.num_envs * config.algo.horizon // config.algo.minibatches
-    expected = {"ppo_ant": (4096, 16, 32768, 4), "ppo_hand": (16384, 8, 32768, 5), "ppo_franka": (8192, 32, 16384, 5)}
-    assert (config.num_envs, config.algo.horizon, size, config.algo.epochs) == expected[scale]
+    assert (config.num_envs, config.algo.horizon, size, config.algo.epochs, config.algo.kl_target) == expected
+    for more in (["algo=ppo", "scale=cpu"], ["algo=a2c"]):  # they are not for these
+        assert compose([*words, f"task={task}", *more]).algo == compose([*words, "task=ant", *more]).algo
 
 
 def test_a_scale_gives_every_algorithm_its_own_settings():

@@ -44,12 +44,11 @@ def weights(net):
 def test_the_policy_has_the_critics_encoder_of_the_tick_before(recipe, schedule):
     """In lockstep policies are updated after the critics, so theirs is the newest."""
     parts = start(config_of(recipe, {"schedule": schedule}), Inline())
-    first = parts
-    v, p = first.learners["v"], first.learners["p"]
-    critic, policy = v.state.critic.module, first.policy.module
+    v, p = parts.learners["v"], parts.learners["p"]
+    critic, policy = v.state.critic.module, parts.policy.module
     before = past = weights(critic)
     readers = [policy, p.state.target.module] if recipe == "a target policy" else [policy]
-    for net in (*readers, p.state.critic, v.state.policy, first.collector.actor.policy):
+    for net in (*readers, p.state.critic, v.state.policy, parts.collector.actor.policy):
         assert torch.equal(weights(net), before)
     heads = policy.net[-1].weight.detach().clone()
     for _ in range(6):
@@ -58,10 +57,10 @@ def test_the_policy_has_the_critics_encoder_of_the_tick_before(recipe, schedule)
         assert not torch.equal(now, before)
         for net in readers:
             assert torch.equal(weights(net), before if schedule == "concurrent" else now)
-        assert torch.equal(weights(first.collector.actor.policy), past if schedule == "concurrent" else before)
+        assert torch.equal(weights(parts.collector.actor.policy), past if schedule == "concurrent" else before)
         before, past = now, before
     assert not torch.equal(policy.net[-1].weight, heads)
-    obs, policy.amp = first.env.reset(3), False
+    obs, policy.amp = parts.env.reset(3), False
     assert torch.equal(policy.mean_action(obs), acted(policy, p.state.critic, obs))
 
 
@@ -89,7 +88,7 @@ def test_updates_of_the_policy_leave_the_encoder_alone(recipe):
 
 
 def test_orthogonal_weights_are_those_of_the_encoder_too():
-    critic = start(config_of("squint"), Inline()).first.learners["v"].state.critic.module
+    critic = start(config_of("squint"), Inline()).learners["v"].state.critic.module
     layers = [m for m in critic.encoder.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
     assert len(layers) == 3
     for layer in layers:
@@ -142,7 +141,7 @@ def test_a_run_is_loaded_and_exported_with_the_encoder(tmp_path):
     tensors = checkpoint.load(points(tmp_path)[-1])[0]
     obs = Dial(5).reset(0)["policy"]
     out = pql.export_policy(tmp_path, formats=["pt2"])
-    torch.testing.assert_close(load_policy(out.files["pt2"])(obs), policy(obs))
+    torch.testing.assert_close(load_policy(out.files["pt2"], trust=True)(obs), policy(obs))
     name = "encoder.pictures.policy.net.0.weight"  # in lockstep, the newest of the critics
     assert torch.equal(tensors[f"learners/p/state/policy/{name}"], tensors[f"learners/v/state/critic/{name}"])
     assert not torch.equal(tensors[f"learners/p/state/policy/{name}"], tensors[f"learners/v/state/target/{name}"])

@@ -88,13 +88,13 @@ def test_memories_are_carried_from_one_segment_to_the_next(value):
     change = {"task": task, "algo": {"normalize_obs": False, "lstm": 8, "shared": value == "shared", **once}}
     long = start(config_of(change, {"algo": {"horizon": 16}}), Inline())
     short = start(config_of(change), Inline())
-    long.first.workers["collector"].run(16)
-    whole, learner = long.first.collector.stores[0].segment(), long.first.learners["learner"]
+    long.workers["collector"].run(16)
+    whole, learner = long.collector.stores[0].segment(), long.learners["learner"]
     expected = ppo.segment_values(learner.state, whole)
     for part in (slice(0, 8), slice(8, 16)):
-        short.first.workers["collector"].run(8)
-        segment = short.first.collector.stores[0].segment()
-        values = ppo.segment_values(short.first.learners["learner"].state, segment)
+        short.workers["collector"].run(8)
+        segment = short.collector.stores[0].segment()
+        values = ppo.segment_values(short.learners["learner"].state, segment)
         assert torch.equal(segment.action, whole.action[part])
         assert torch.allclose(values[:8], expected[:16][part], atol=1e-6)
     assert torch.allclose(values[8], expected[16], atol=1e-6)
@@ -216,7 +216,7 @@ def test_rows_that_do_not_count_change_nothing():
     config = config_of({"task": {"name": "counter", "kwargs": kwargs}, "algo": {"warmup_steps": 0}})
     one, two = (learned_with(config, 8, reward=junk, action=junk) for junk in (0.0, 77.0))
     assert differences(learners(bits(one)), learners(bits(two))) == []
-    assert one.first.gauges["rollout/bootstrap_lost"] > 0
+    assert one.gauges["rollout/bootstrap_lost"] > 0
 
 
 # -- schedules --------------------------------------------------------------------------------------------------------

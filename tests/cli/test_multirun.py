@@ -281,10 +281,7 @@ def test_a_process_that_has_done_enough_is_told_to_end(tmp_path):
 
 
 def test_one_runner_at_a_time_in_a_folder(tmp_path):
-    with (
-        Runner(tmp_path, "multirun_dir"),
-        pytest.raises(ConfigError, match=r"multirun_dir=.*no other command uses"),
-    ):
+    with Runner(tmp_path, "multirun_dir"), pytest.raises(ConfigError, match=r"multirun_dir=.*no other command uses"):
         Runner(tmp_path, "multirun_dir").__enter__()
     with Runner(tmp_path, "multirun_dir"):
         pass

@@ -258,10 +258,7 @@ def test_where_every_trial_fails_the_status_is_1(tmp_path, capsys):
     ]
     assert search(tmp_path, *words) == 1
     why = {row["why"] for row in found(tmp_path)}
-    assert why == {
-        "status 1: pql: worker v failed: no",
-        "algo.explore.low=0.5: expected at most algo.explore.high=0.4",
-    }
+    assert why == {"status 1: pql: worker v failed: no", "algo.explore.low=0.5: expected at most algo.explore.high=0.4"}
     assert "none finished" in capsys.readouterr().out
 
 

@@ -79,11 +79,11 @@ def test_a_simulator_without_state_goes_on_in_new_episodes_that_no_window_crosse
     assert not [k for k in saved if k.startswith("collector/env")]
 
     again = build(config, executor=Inline())
-    again.first.collector.start(seeds(config.seed)["env"])
-    first = again.first.collector.obs["policy"].clone()
+    again.collector.start(seeds(config.seed)["env"])
+    first = again.collector.obs["policy"].clone()
     again.load_state_dict(parts.state_dict(), 17)
-    assert torch.equal(again.first.collector.obs["policy"], first)
-    ring, head = again.first.collector.replays[0], int(parts.collector.replays[0].live.head[0])
+    assert torch.equal(again.collector.obs["policy"], first)
+    ring, head = again.collector.replays[0], int(parts.collector.replays[0].live.head[0])
     again.schedule.tick()
     columns = torch.arange(8)
     batch = ring.windows(ring.live, torch.full((8,), head - 1), columns, ring.live.head, 3, 0.9)
@@ -93,7 +93,7 @@ def test_a_simulator_without_state_goes_on_in_new_episodes_that_no_window_crosse
     batch = ring.windows(ring.live, torch.full((8,), head + 1), columns, ring.live.head, 3, 0.9)
     assert batch.mask.tolist() == [1.0] * 8
     assert torch.equal(batch.obs["policy"], first)
-    assert again.first.collector.episodes.running[1].tolist() == [1.0] * 8
+    assert again.collector.episodes.running[1].tolist() == [1.0] * 8
 
 
 @pytest.mark.parametrize(("autoreset", "rows"), [("next_step", 15), ("same_step", 16)])

@@ -177,7 +177,7 @@ def test_learning_does_not_depend_on_the_final_observation_of_a_termination(fami
     config = replace(FAMILIES[family], graphs="off")
     whole, broken = (ticks(begun(config, kind(8)), 3) for kind in (Forgets, Diverges))
     assert differences(bits(whole), bits(broken)) == []
-    assert int(broken.first.collector.quarantine.dropped) == 0
+    assert int(broken.collector.quarantine.dropped) == 0
     assert unsound(broken) == []
 
 
@@ -390,7 +390,7 @@ def test_a_clean_run_is_the_same_to_a_bit_watched_or_not(monkeypatch, family, co
         return ticks(begun(config, make_env(config.task.name, 8, **config.task.kwargs)), count)
 
     watched = made()
-    assert int(watched.first.collector.quarantine.dropped) == 0
+    assert int(watched.collector.quarantine.dropped) == 0
     with monkeypatch.context() as patch:  # every step the long way, as on a GPU
         patch.setattr(quarantine, "all_finite", lambda tensors: False)
         assert differences(bits_of(watched), bits_of(made())) == []
@@ -418,12 +418,12 @@ def test_a_run_that_was_resumed_while_an_environment_was_out_is_the_one_that_was
         return Breaking(make_env("pendulum", 8, max_episode_steps=30), {18: [("state", [2, 5])]}, restarts=False)
 
     whole = ticks(begun(config, env()), 8)
-    assert whole.first.collector.quarantine.out.sum() == 2
+    assert whole.collector.quarantine.out.sum() == 2
     halves = begun(config, env())
     halves.load_state_dict(whole.state_dict(), 8)
     for parts in (whole, halves):
         ticks(parts, 12)
-    assert int(whole.first.collector.quarantine.dropped) == 24
+    assert int(whole.collector.quarantine.dropped) == 24
     assert differences(bits(whole), bits(halves)) == []
 
 
@@ -520,7 +520,7 @@ def test_it_may_end_in_the_warm_up(tmp_path):
 
 def test_the_black_box_goes_back_far_enough_and_no_further():
     env = Breaking(Pendulum(4), {70: [("state", [2])], 150: [("state", [1])]})
-    collector = begun(small_config(num_envs=4), env).first.collector
+    collector = begun(small_config(num_envs=4), env).collector
     for _ in range(200):
         collector.run(1)
     told = collector.recorder.state_dict()

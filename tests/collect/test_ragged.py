@@ -37,7 +37,7 @@ def collected(env, steps=20, **change):
 def test_targets_are_those_of_the_same_history_without_delay(autoreset):
     kwargs = {"autoreset": autoreset, "final_obs": "on_done", "restart_every": 4, "stagger": True}
     envs = [Late(late=share, **kwargs) for share in (0.0, 0.1)]
-    on_time, late = (collected(env).first.collector.replays[0] for env in envs)
+    on_time, late = (collected(env).collector.replays[0] for env in envs)
     made = [env.time.tolist() for env in envs]
     assert (len({*made[0]}), len({*made[1]}) > 1) == (1, True)  # they did advance apart
     assert sum(made[1]) == pytest.approx(96 * N, abs=4)
@@ -101,7 +101,7 @@ def test_the_action_that_was_sent_is_the_one_in_the_row():
     """However often the slice has acted since: a late environment's action, and its noise, are left alone."""
     env = Late(late=0.3)
     change = {"algo": {"explore": {"kind": "redrawn", "repeat": True}}}
-    ring = collected(env, **change).first.collector.replays[0]
+    ring = collected(env, **change).collector.replays[0]
     for i in range(N):
         cell = torch.arange(int(ring.live.head[i])) * N + i
         cell = cell[ring.flags[cell] & VALID > 0]  # all but filler rows
@@ -110,7 +110,7 @@ def test_the_action_that_was_sent_is_the_one_in_the_row():
 
 def test_a_replaced_actor_begins_an_episode_that_no_window_crosses_into():
     lost = {(3, 40), (6, 25)}
-    ring = collected(Late(lost=lost, terminate_every=0, episode_length=50)).first.collector.replays[0]
+    ring = collected(Late(lost=lost, terminate_every=0, episode_length=50)).collector.replays[0]
     for column, row in lost:
         around = torch.arange(row - 4, row + 4)
         where = torch.full_like(around, column)

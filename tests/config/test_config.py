@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,13 @@ import torch
 from run_files import mutate, words
 
 from pql.algos.registry import family_of
+from pql.algos.value import target_updates, value_counts
 from pql.config import Config, DdpgConfig, SacConfig, from_dict, leaves, to_dict
 from pql.config.algorithms import RECORDS
 from pql.config.compose import compose, known_settings, parse_override, parse_word
 from pql.config.fields import KEY, condition_text, like, settings
 from pql.config.files import read_yaml
-from pql.config.layers import GROUPS, Presets
+from pql.config.layers import GROUPS, MOVED, Presets
 from pql.config.validate import resolve_device, validate
 from pql.errors import ConfigError, PqlWarning, nearest
 from pql.run.resume import resume_config
@@ -283,9 +285,6 @@ ON_POLICY = (
     "appo_replicas",
     "impala",
     "ppo",
-    "ppo_ant",
-    "ppo_franka",
-    "ppo_hand",
     "pqn",
     "reppo",
 )
@@ -324,11 +323,30 @@ def test_tasks_with_sizes_of_their_own_keep_them_on_a_gpu(task, num_envs):
     assert compose(["device=cpu", "algo=pqn", "scale=gpu", f"task={task}", *more]).num_envs == num_envs
 
 
-@pytest.mark.parametrize(("algo", "num_envs"), [("ppo_ant", 4096), ("ppo_franka", 8192), ("ppo_hand", 16384)])
-def test_the_papers_baselines_are_presets_of_ppo(algo, num_envs):
-    config = compose(["device=cpu", f"algo={algo}", "scale=gpu"])
-    assert (config.algo.family, config.num_envs) == ("ppo", num_envs)
-    assert refusal("algo=pql", "scale=ppo_hand") == "scale=ppo_hand: expected one of cpu, gpu"
+@pytest.mark.parametrize("algo", MOVED)
+def test_a_former_preset_is_refused_with_what_has_its_settings_now(algo):
+    message = refusal(f"algo={algo}", "scale=gpu")
+    assert message == f"algo={algo}: expected {MOVED[algo]}, whose settings for scale=gpu these are"
+    words = MOVED[algo].split(" or ")[0].split()
+    assert compose(["device=cpu", "scale=gpu", *words]).budget.seconds >= 3600
+
+
+@pytest.mark.parametrize("scale", ["cpu", "gpu"])
+@pytest.mark.parametrize(("algo", "eps"), [("dqn", None), ("c51", 0.01), ("eps_rainbow", 0.005), ("rainbow", 0.005)])
+def test_larger_batches_are_scaled_by_the_papers_rules(algo, eps, scale):
+    """Stooke & Abbeel 2018: rows are used equally often, targets are equally old, Adam's epsilon falls."""
+    words = ["device=cpu", f"scale={scale}", "task=atari", "task.game=pong"]
+    small, large = (compose([*words, f"algo={name}"]) for name in (algo, f"{algo}_512"))
+    one, two = small.algo, large.algo
+    assert (one.batch_size, two.batch_size) == (32, 512)
+    assert one.v_per_step * 32 == two.v_per_step * 512 == 8 * small.num_envs
+    assert two.critic.lr == 3 * one.critic.lr
+    assert eps is None or (one.critic.eps, two.critic.eps) == (eps / 32, eps / 512)
+    assert abs(two.target_period - one.target_period) <= 32
+    target_updates(large, value_counts(large))  # whole
+    same = replace(two.critic, lr=one.critic.lr, eps=one.critic.eps)
+    changed = {"batch_size": 32, "v_per_step": 8, "target_period": one.target_period, "critic": same}
+    assert replace(large, algo=replace(two, name=algo, **changed)) == small
 
 
 @pytest.mark.parametrize("algo", ON_POLICY)
@@ -425,7 +443,7 @@ OLDER = {
     "dqn": {"dueling": True, "target_period": 640, "epsilon.kind": "ladder", "priority.alpha": 0.6, "v_per_step": 4},
     "r2d2": {"lstm": 16, "length": 8, "dueling": True, "target_period": 640, "priority.alpha": 0.6},
     "ppo": {"horizon": 24, "epochs": 7, "vtrace.enabled": True, "vtrace.c_bar": 1.5, "central.order": "turns"},
-    "impala": {"horizon": 12, "reduce": "mean", "vtrace.rho_bar": 2.0, "policy.hidden": [48], "policy_lag": 0},
+    "impala": {"horizon": 12, "reduce": "mean", "vtrace.rho_bar": 2.0, "policy.hidden": [48]},
     "pqn": {"horizon": 48, "q_lambda": 0.8, "epsilon.end": 0.2, "critic.hidden": [32]},
 }
 

@@ -25,10 +25,10 @@ def test_the_whole_configuration_is_printed_with_sources(capsys):
     assert found.keys() == dict(leaves(compose(words))).keys()
     assert found["algo.gamma"] == "command line"
     assert found["task.kwargs"] == "command line"
-    assert found["algo.n_step"] == "tuned/anymal/pql.yaml"
-    assert found["algo.batch_size"] == "tuned/anymal/pql.yaml: scales.cpu"
-    assert found["algo.critic.hidden"] == "tuned/cpu/pql.yaml"
-    assert found["task.name"] == "task/anymal.yaml"
+    assert found["algo.n_step"] == "cfg/tuned/anymal/pql.yaml"
+    assert found["algo.batch_size"] == "cfg/tuned/anymal/pql.yaml: scales.cpu"
+    assert found["algo.critic.hidden"] == "cfg/tuned/cpu/pql.yaml"
+    assert found["task.name"] == "cfg/task/anymal.yaml"
     assert found["algo.normalize_obs"] == "schema"
     assert found["algo.critic.v_max"] == "schema; not read without algo.critic.atoms"
 
@@ -44,7 +44,7 @@ def test_the_settings_that_differ_from_the_presets(capsys):
     base = dict(leaves(compose(words[:3])))
     assert base["algo.n_step"] == 3  # given, but not different
     lines = printed(capsys, *words, "task.kwargs.a=1", "--cfg-diff")
-    assert lines[0].startswith("# presets: algo/pql.yaml, task/anymal.yaml, ")
+    assert lines[0].startswith("# presets: cfg/algo/pql.yaml, cfg/task/anymal.yaml, ")
     found = {line.split("=")[0]: re.split(r" +# ", line)[1] for line in lines[1:]}
     assert found == {
         "task.kwargs": "preset: {}",
@@ -119,7 +119,7 @@ def test_a_folder_of_presets_by_option(capsys, tmp_path):
         assert next(line.split() for line in lines if line.startswith("algo.gamma"))[:3] == [
             "algo.gamma=0.5",
             "#",
-            "algo/mine.yaml",
+            str(tmp_path / "algo" / "mine.yaml"),
         ]
 
 

@@ -102,8 +102,8 @@ def test_alternating_halves_play_atari_with_the_same_bits():
         "algo": {"encoder": {"kind": "nature", "channels": [4, 8], "features": 16}},
     }
     serial, turns = (run(config_of(change, grouped(overlap=overlap)), 64) for overlap in (False, True))
-    assert type(turns.first.env) is AtariVec
-    assert len(turns.first.collector.slices) == 2
+    assert type(turns.env) is AtariVec
+    assert len(turns.collector.slices) == 2
     assert differences(bits(serial), bits(turns)) == []
     frames = [parts.collector.stores[0].obs["policy"] for parts in (serial, turns)]
     assert torch.equal(*frames)
@@ -114,8 +114,8 @@ def test_each_group_writes_its_own_columns():
     """Counter pays by environment, episode and step, whatever is done: both halves of the ring are what one group of
     as many environments gives alone."""
     task = {"task": {"name": "counter", "kwargs": {"restart_every": 4, "stagger": True}}}
-    both = run(small_config(**merge(task, grouped())), 40).first.collector
-    alone = run(small_config(num_envs=4, **task), 40).first.collector
+    both = run(small_config(**merge(task, grouped())), 40).collector
+    alone = run(small_config(num_envs=4, **task), 40).collector
     ring, one = both.replays[0], alone.replays[0]
     assert torch.equal(ring.live.head, one.live.head.repeat(2))
     rows = int(one.live.head.min())
@@ -193,7 +193,7 @@ class Meets(Pendulum):
 @pytest.mark.parametrize("warm_up", [True, False])
 def test_groups_step_at_the_same_time(warm_up):
     env = Grouped([Meets(4), Meets(4)])
-    collector = build(small_config(), env).first.collector
+    collector = build(small_config(), env).collector
     collector.start(0)
     (collector.warm_up if warm_up else collector.run)(20)
     env.close()
@@ -376,4 +376,4 @@ def test_groups_that_cannot_be_are_refused_by_name(changes, message):
 def test_a_live_environment_has_the_groups_it_has():
     with pytest.raises(ConfigError, match=r"placement\.groups=2.*null or 1, as pendulum has"):
         build(small_config(**grouped()), Pendulum(8))
-    assert len(build(small_config(), make_env("pendulum", 8)).first.collector.slices) == 1
+    assert len(build(small_config(), make_env("pendulum", 8)).collector.slices) == 1

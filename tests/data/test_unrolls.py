@@ -295,12 +295,12 @@ def test_a_resumed_run_drops_what_was_not_full():
     state = parts.state_dict()
     again = begin(Late(late=0.1, **HISTORY))
     again.load_state_dict(state, 7)
-    before, after = (p.first.collector.stores[0] for p in (parts, again))
+    before, after = (p.collector.stores[0] for p in (parts, again))
     assert not after.rollout.row[after.place].any()
     assert torch.equal(after.completed, before.completed)
     assert torch.equal(after.place, before.place)
     ticks(again, 8)
-    assert again.first.jobs["learner"].metrics.drain()["lag/rows_max"] < 6
+    assert again.jobs["learner"].metrics.drain()["lag/rows_max"] < 6
 
 
 def test_who_waits_for_everybody():

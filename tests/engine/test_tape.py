@@ -162,7 +162,7 @@ def test_a_captured_step_goes_on_from_a_restored_state(machine):
         parts.schedule.tick()
     a, b = (parts.env.state_dict() for parts in (one, two))
     assert torch.equal(a["state"], b["state"])
-    assert torch.equal(one.first.collector.obs["policy"], two.first.collector.obs["policy"])
+    assert torch.equal(one.collector.obs["policy"], two.collector.obs["policy"])
 
 
 def test_prepare_is_asked_once_before_the_first_reset():

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from pql.contract.conformance import check_env
 from pql.contract.env import Discrete, ObsSpec, find_factory, make_env
 from pql.envs.catch import Catch
 
@@ -67,13 +66,11 @@ def test_frames_show_a_ball_that_is_mirrored_at_the_walls():
     assert bounced > 100
 
 
-def test_conforms_and_describes_itself(summary_tables):
+def test_conforms_and_describes_itself(conforms):
     described = find_factory("catch").describe(6, "cpu")
     assert described.obs == {"policy": ObsSpec((2, 8, 8), torch.uint8, stack=2)}
     assert described.action == Discrete(3)
-    report = check_env(make_env("catch", 6), 90, described=described)
-    summary_tables.conformance(report)
-    assert report.ok, report
+    conforms(make_env("catch", 6), 90, described=described)
 
 
 def test_a_picture_shows_ball_and_paddle():

@@ -9,11 +9,11 @@ import torch
 # ruff: noqa: E402
 mujoco = pytest.importorskip("mujoco")  # first: the imports below need it
 
+from mujoco_runs import task
 from run_files import words
 
 import pql
 from pql.config.compose import compose
-from pql.contract.conformance import check_env
 from pql.envs.mujoco.isaac import raster
 from pql.envs.mujoco.isaac.ball import BALL, LEG, LEGS, TRAY
 from pql.envs.mujoco.isaac.measure import Wrench, into, rotation
@@ -220,12 +220,25 @@ def test_tilting_against_the_ball_beats_chance():
     assert play(pixels, tilt, group="critic") > 60
 
 
-@pytest.mark.parametrize("name", ["ballbalance", "ballbalance_pixels"])
-def test_ball_balance_conforms(name, summary_tables):
-    env = pql.make_env(name, num_envs=3, max_episode_steps=20)
-    report = check_env(env, 50)
-    summary_tables.conformance(report)
-    assert report.ok, report
+CONFORMS = {  # task: environments, length of an episode, steps
+    "ballbalance": (3, 20, 50),
+    "ballbalance_pixels": (3, 20, 50),
+    "isaac_ant": (4, 25, 60),
+    "isaac_humanoid": (3, 25, 60),
+    "franka_cube_stack": (3, 15, 35),
+    "franka_cube_stack_torque": (3, 15, 35),
+    "dclaw": (3, 6, 14),
+    "shadow_hand": (3, 8, 20),
+    "shadow_hand_openai": (3, 6, 14),
+    "allegro_hand": (3, 8, 20),
+}
+
+
+@pytest.mark.usefixtures("scratch")
+@pytest.mark.parametrize("name", [*map(task, CONFORMS)])
+def test_the_contract_holds(name, conforms):
+    num_envs, length, steps = CONFORMS[name]
+    conforms(pql.make_env(name, num_envs, max_episode_steps=length), steps)
 
 
 # -- its images -------------------------------------------------------------------------------------------------------

@@ -11,10 +11,8 @@ from torch import Tensor
 # ruff: noqa: E402
 mujoco = pytest.importorskip("mujoco")  # first: the imports below need it
 
-from conftest import SummaryTables
 from mujoco_runs import build, derived, needs
 
-from pql.contract.conformance import check_env
 from pql.envs.mujoco.env import MujocoVec
 from pql.envs.mujoco.isaac.franka import EFFORT, HOME, FrankaCubeStack
 from pql.envs.mujoco.isaac.measure import product, rotation
@@ -322,10 +320,3 @@ def test_the_same_policy_stacks_on_warp() -> None:
     _, lifted, stacked = play(stacker, stack(16, engine="warp")[0])
     assert lifted >= 0.9
     assert stacked >= 0.7
-
-
-@pytest.mark.parametrize("name", ["franka_cube_stack", "franka_cube_stack_torque"])
-def test_the_contract_holds(name: str, summary_tables: SummaryTables) -> None:
-    report = check_env(build(name, 3, max_episode_steps=15), steps=35)
-    summary_tables.conformance(report)
-    assert report.ok, str(report)

@@ -7,10 +7,8 @@ from torch import Tensor
 # ruff: noqa: E402
 mujoco = pytest.importorskip("mujoco")  # first: the imports below need it
 
-from conftest import SummaryTables
 from mujoco_runs import build, needs, random_actions
 
-from pql.contract.conformance import check_env
 from pql.envs.mujoco.env import MujocoVec
 from pql.envs.mujoco.isaac.measure import product
 from pql.envs.mujoco.isaac.shadow_openai import DECAY, ShadowHandOpenAI
@@ -129,9 +127,3 @@ def test_the_preset_randomises_and_the_critic_sees_the_truth() -> None:
     off = hidden(env.reset(0), 0.002)
     assert off.std() == pytest.approx(1.0, abs=0.1)
     env.close()
-
-
-def test_the_contract_holds(summary_tables: SummaryTables) -> None:
-    report = check_env(build(NAME, 3, max_episode_steps=6), steps=14)
-    summary_tables.conformance(report)
-    assert report.ok, str(report)

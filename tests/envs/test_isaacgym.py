@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from pql.collect.episodes import EpisodeStats
-from pql.contract.conformance import check_env
 from pql.envs.adapters import isaacgym
 from pql.envs.adapters.isaacgym import IsaacGymVec
 from pql.errors import ConfigError
@@ -33,12 +32,9 @@ def make(when="post", **kwargs):
 
 
 @pytest.mark.parametrize("when", isaacgym.TIMINGS)
-def test_every_timing_conforms(when, summary_tables):
+def test_every_timing_conforms(when, conforms):
     env, _ = make(when, states=3)
-    report = check_env(env, 40)
-    summary_tables.conformance(report)
-    assert report.ok, report
-    untested = {r.name for r in report.results if r.ok is None}
+    untested = conforms(env, 40)
     never = {"final_obs_kept"} if when in ("same", "post", "pre") else set()
     same = {"filler_flags"} if when in ("same", "manual") else set()
     assert untested == {"stack", "determinism", "state_dict", "groups", "describe", "capturable"} | never | same

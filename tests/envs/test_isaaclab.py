@@ -12,7 +12,6 @@ import pytest
 import torch
 from fake_isaaclab import Config, FakeLabEnv, FakeMjlabEnv
 
-from pql.contract.conformance import check_env
 from pql.envs.adapters import isaaclab
 from pql.envs.adapters.adapt import Actions, change
 from pql.envs.adapters.isaaclab import IsaacLabVec
@@ -43,15 +42,10 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("both", [False, True])
-def test_they_conform(kind, both, summary_tables):
-    env = KINDS[kind](both=both)
-    report = check_env(env, 30)
-    summary_tables.conformance(report)
-    assert report.ok, report
+def test_they_conform(kind, both, conforms):
     lost = {"final_obs_kept"} if kind == "lost" else set()
-    untested = {r.name for r in report.results if r.ok is None}
     always = {"filler_flags", "stack", "determinism", "state_dict", "groups", "describe", "capturable"}
-    assert untested == always | lost
+    assert conforms(KINDS[kind](both=both), 30) == always | lost
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -23,7 +23,6 @@ import warp as wp
 from conftest import SummaryTables, never_waiting
 from mujoco_runs import ROBOT_OF, derived, random_actions, task
 
-from pql.contract.conformance import check_env
 from pql.contract.env import make_env, preparation
 from pql.envs.mujoco import TASKS, kernels
 from pql.envs.mujoco.engine import Masked
@@ -205,10 +204,8 @@ def test_resume_repeats_every_bit() -> None:
         assert torch.equal(again.reward, step.reward)
 
 
-def test_the_contract_holds(summary_tables: SummaryTables) -> None:
-    report = check_env(build("halfcheetah", 4, max_episode_steps=12), steps=30)
-    summary_tables.conformance(report)
-    assert report.ok, str(report)
+def test_the_contract_holds(conforms) -> None:
+    conforms(build("halfcheetah", 4, max_episode_steps=12), 30)
 
 
 def test_randomised_parameters_mean_the_same_on_both_engines() -> None:

@@ -13,7 +13,6 @@ pytest.importorskip("mujoco")  # first: the imports below need it
 pytest.importorskip("yaml")
 
 from mujoco_runs import task
-from test_tools import tool as tool
 
 ORIGINALS = os.environ.get("PQL_ISAACGYMENVS", "")
 TASKS = (

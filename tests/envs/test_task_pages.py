@@ -10,7 +10,6 @@ import pytest
 pytest.importorskip("mujoco")  # first: the imports below need it
 Image = pytest.importorskip("PIL.Image")
 
-from test_tools import tool as tool
 
 from pql.contract.env import Discrete, make_env
 from pql.envs.mujoco import TASKS

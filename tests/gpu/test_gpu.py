@@ -177,8 +177,8 @@ class Ordered(Streams):
 @pytest.mark.fault(26)
 def test_captured_updates_equal_eager_ones_on_fresh_batches(algo):
     captured, eager = (start(gpu_config(algo=algo, graphs=g)) for g in ("on", "off"))
-    assert all(job.graph.graph is not None for job in captured.first.jobs.values())
-    assert all(job.graph.graph is None for job in eager.first.jobs.values())
+    assert all(job.graph.graph is not None for job in captured.jobs.values())
+    assert all(job.graph.graph is None for job in eager.jobs.values())
     ours, theirs = (parts.collector.replays[0] for parts in (captured, eager))
     untouched = learners(settle(captured))
     for _ in range(5):

@@ -151,6 +151,7 @@ def workshop(tmp_path_factory):
         (folder / file).write_text(text)
     (folder / "my_arm.py").write_text(ARM)
     shutil.copytree(ROOT / "docs" / "policies", folder / "docs" / "policies")
+    shutil.copytree(ROOT / "docs" / "results" / "json", folder / "docs" / "results" / "json")
     (folder / "tools").symlink_to(ROOT / "tools")
     m = 100
     recorded = {"obs.policy": torch.randn(m, 17), "action": torch.rand(m, 6), "reward": torch.randn(m)}
@@ -224,7 +225,7 @@ def run(words, device="cpu"):
         command = [sys.executable, "-m", "torch.distributed.run", *words[1:at], *rest]
         return subprocess.run(command, check=False, timeout=300).returncode
     if words[0] in ("python", "pytest", "uv", "openssl"):
-        words = [sys.executable, *words[1:]] if words[0] == "python" else words
+        words = [sys.executable, *own_names(words[1:])] if words[0] == "python" else words
         words = [sys.executable, "-m", *words, f"--rootdir={ROOT}"] if words[0] == "pytest" else words
         words, target = (words[:-2], words[-1]) if words[-2:-1] == [">"] else (words, "/dev/null")
         with open(target, "wb") as out:
@@ -296,14 +297,3 @@ def test_every_page_with_commands_is_among_the_cases():
     covered = {case.values[0]: {mark.name for mark in case.marks} for case in cases}
     assert {page for page, _ in lines()} - {*covered} == WITHOUT
     assert {page for page, marks in covered.items() if "slow" not in marks} == {*FIRST}
-
-
-def test_a_command_is_skipped_by_the_name_of_what_it_lacks(monkeypatch):
-    monkeypatch.delenv(ORIGINALS, raising=False)
-    assert (
-        lacking(["pql", "train", "task=halfcheetah", "task.process.python=/opt/none/bin/python"])
-        == "/opt/none/bin/python"
-    )
-    assert lacking(["PQL_ISAACGYMENVS=PATH", "pytest", "tests/envs/test_originals.py"]) == f"the variable {ORIGINALS}"
-    assert lacking(["python", "fast_td3/train.py", "--seed", "1"]) == "fast_td3/train.py"
-    assert lacking(["pql", "train", "task=halfcheetah", "scale=gpu"]) is None

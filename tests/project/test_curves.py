@@ -3,11 +3,10 @@
 import json
 
 import pytest
-from test_tools import tool  # noqa: F401
 
 
 @pytest.fixture
-def curves(tool):  # noqa: F811
+def curves(tool):
     return tool("peers.curves")
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from test_tools import tool  # noqa: F401
 
 import pql
 import pql.contract.optional
@@ -116,7 +115,7 @@ def test_the_search_needs_no_other_host():
     assert (DOCS / script).is_file()
 
 
-def test_the_reference_of_the_command_line_is_up_to_date(tool):  # noqa: F811
+def test_the_reference_of_the_command_line_is_up_to_date(tool):
     assert (DOCS / "reference" / "commands.md").read_text() == tool("pages").commands_page()
 
 

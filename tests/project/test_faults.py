@@ -5,12 +5,10 @@ import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
-from types import SimpleNamespace
 
-import execnet
 import pytest
 import torch
-from fault_rows import ROWS, Place, cases_of, chosen, numbers, places_of
+from fault_rows import ROWS, Place, cases_of, numbers, places_of
 
 from tools import faults
 
@@ -95,16 +93,6 @@ def test_a_mark_names_the_form_and_what_is_not_repeated_is_a_further_test():
             places_of(Item(mark))
 
 
-def test_what_a_test_reports_can_be_sent_to_another_process():
-    """A suite in several processes (pytest-xdist) sends only plain types."""
-    item = Item(pytest.mark.fault(8, form="once", count=50))
-    option = SimpleNamespace(fault_rows=None, fault_log=None, markexpr="", faults=False)
-    item.user_properties, item.config = [], SimpleNamespace(option=option)
-    assert chosen(item.config, [item]) == [item]
-    sent = execnet.loads(execnet.dumps(item.user_properties))
-    assert sent == [("fault places", [(8, "once")]), ("fault cases", 1)]
-
-
 def run(test, outcome, cases, seconds, *places, commit="abc", source="s"):
     about = {"places": [list(place) for place in places], "test": test, "outcome": outcome, "cases": cases}
     return {**about, "seconds": seconds, "commit": commit, "source": source, "load": 1.5, "why": ""}
@@ -157,19 +145,6 @@ def test_a_page_keeps_its_other_sections(tmp_path):
     for text in ("new", "newer"):
         faults.write(page, f"## Faults\n\n{text}\n")
         assert page.read_text() == f"# Quality\n\n## Faults\n\n{text}\n\n## Long runs\n\nsame\n"
-
-
-def test_the_status_is_that_of_the_rows_that_were_asked_for(log):
-    log.write_text("".join(json.dumps(one) + "\n" for one in RUNS if one["test"] not in "ab"))
-    assert faults.main(["--table", "--log", str(log), "--rows", "36"]) == 0
-    assert faults.main(["--table", "--log", str(log), "--rows", "8,36"]) == 1
-
-
-def test_rows_that_do_not_exist_are_refused_in_one_line(capsys):
-    for text in ("37", "x"):
-        with pytest.raises(SystemExit):
-            faults.main(["--rows", text])
-        assert f"error: --rows {text}: expected numbers and ranges from 1 to 36" in capsys.readouterr().err
 
 
 def test_it_is_an_error_to_collect_nothing(monkeypatch):

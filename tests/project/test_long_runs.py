@@ -1,6 +1,5 @@
 """A short form of ``tools/bench/long_runs.py``, and what must hold far past the ends of schedules."""
 
-import importlib
 from pathlib import Path
 
 import pytest
@@ -19,12 +18,6 @@ from pql.types import Step
 ROOT = Path(__file__).parents[2]
 EDGE = 2**31
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def tool():
-    """Return a function: dotted name below ``tools`` -> the script as a module."""
-    return lambda name: importlib.import_module(f"tools.{name}")
 
 
 @pytest.mark.fault(14)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from test_tools import check, tool  # noqa: F401
+from test_tools import check
 
 from pql.errors import ConfigError
 
@@ -14,12 +14,12 @@ PEERS = ["rsl_rl:ppo", "sb3:ppo", "sb3:td3"]
 
 
 @pytest.fixture
-def bench(tool):  # noqa: F811
+def bench(tool):
     return tool("peers.compare")
 
 
 @pytest.fixture
-def report(tool):  # noqa: F811
+def report(tool):
     return tool("peers.report")
 
 
@@ -86,7 +86,7 @@ def test_rows_and_tables(report):
     assert "| pql:ppo over sb3:ppo | hopper | +100.6% | +100.2% to +101.2% |" in text
 
 
-def test_the_zoos_settings_scale_with_the_rollout(tool):  # noqa: F811
+def test_the_zoos_settings_scale_with_the_rollout(tool):
     settings = tool("peers.settings")
     for task, zoo in ((task, found["model"]) for task, found in settings.THEIRS["sb3:ppo"].items()):
         found = settings.theirs("sb3:ppo", task)
@@ -172,7 +172,7 @@ def test_equal_steps_for_all(bench, tmp_path, monkeypatch):
     ]
 
 
-def test_a_budget_of_steps_does_not_look_at_the_clock(tool, tmp_path):  # noqa: F811
+def test_a_budget_of_steps_does_not_look_at_the_clock(tool, tmp_path):
     pytest.importorskip("rsl_rl")
     pytest.importorskip("stable_baselines3")
     peers, courses = tool("peers.contenders"), tool("peers.course")
@@ -186,7 +186,7 @@ def test_a_budget_of_steps_does_not_look_at_the_clock(tool, tmp_path):  # noqa: 
         assert end["updates"] > 0
 
 
-def test_a_course_evaluates_at_equal_parts_with_the_clock_standing_still(tool, monkeypatch):  # noqa: F811
+def test_a_course_evaluates_at_equal_parts_with_the_clock_standing_still(tool, monkeypatch):
     courses, now = tool("peers.course"), [100.0]
     monkeypatch.setattr(courses.time, "perf_counter", lambda: now[0])
 
@@ -273,7 +273,7 @@ def test_tables_by_seconds_and_by_env_steps_have_the_other_counts_beside(report)
     assert report.curve_tables([{"task": "hopper", "contender": "pql:sac", "budget": 1.0}]) == ""
 
 
-def test_a_picture_shows_the_median_and_the_range_as_far_as_all_seeds_have_come(tool, tmp_path):  # noqa: F811
+def test_a_picture_shows_the_median_and_the_range_as_far_as_all_seeds_have_come(tool, tmp_path):
     picture = tool("peers.picture")
 
     def run(seed, ends, returns):
@@ -291,21 +291,7 @@ def test_a_picture_shows_the_median_and_the_range_as_far_as_all_seeds_have_come(
     assert (tmp_path / "new" / "steps.png").stat().st_size > 10_000
 
 
-@pytest.mark.slow
-def test_runs_in_processes_of_their_own_and_failures_leave_the_others(bench, tmp_path, capsys):
-    pytest.importorskip("rsl_rl")
-    path = tmp_path / "runs.jsonl"
-    command = ["--contenders", "rsl_rl:ppo", "--tasks", "pendlum", "pendulum", "--seeds", "4", "--seconds", "0.1"]
-    assert bench.main([*command, "--episodes", "3", "--runs", str(path)]) == 1
-    said = capsys.readouterr()
-    assert "failed: rsl_rl:ppo on pendlum, seed 4" in said.err
-    assert "did you mean pendulum?" in said.err
-    (run,) = [json.loads(line) for line in path.read_text().splitlines()]
-    assert (run["task"], run["seed"], len(run["returns"])) == ("pendulum", 4, 3)
-    assert "| pendulum | rsl_rl:ppo |" in said.out
-
-
-def test_our_sizes_in_their_names(tool):  # noqa: F811
+def test_our_sizes_in_their_names(tool):
     from pql.config.compose import compose
 
     peers, courses, config = (
@@ -340,7 +326,7 @@ def test_contenders_by_group_and_our_presets_by_name(bench):
         bench.named(["sb3:ddpg"])
 
 
-def test_points_on_the_way_of_a_pql_run_change_nothing(tool):  # noqa: F811
+def test_points_on_the_way_of_a_pql_run_change_nothing(tool):
     peers, courses = tool("peers.contenders"), tool("peers.course")
 
     def acts(act):

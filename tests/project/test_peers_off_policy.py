@@ -5,7 +5,6 @@
 
 import pytest
 import torch
-from test_tools import tool  # noqa: F401
 
 from pql.config.compose import compose
 from pql.envs.toy import Counter
@@ -60,7 +59,7 @@ def check_replay(read, time_limit=lambda episode, step: [episode, step + 1], sca
 # -- adapters ------------------------------------------------------------------------------------------------------
 
 
-def test_the_rl_games_environment_by_hand(tool):  # noqa: F811
+def test_the_rl_games_environment_by_hand(tool):
     env = tool("peers.rl_games_sac").RlGamesEnv(counter(), seed=0)
     assert env.info["observation_space"].shape == env.info["action_space"].shape == (2,)
     assert env.info["action_space"].low.tolist() == [-1, -1]
@@ -77,7 +76,7 @@ def test_the_rl_games_environment_by_hand(tool):  # noqa: F811
         obs = after
 
 
-def test_the_skrl_environment_by_hand(tool):  # noqa: F811
+def test_the_skrl_environment_by_hand(tool):
     env = tool("peers.skrl_sac").SkrlEnv(counter(), seed=0)
     assert (env.num_envs, env.observation_space.shape, env.action_space.shape) == (N, (2,), (2,))
     obs, infos = env.reset()
@@ -99,7 +98,7 @@ def test_the_skrl_environment_by_hand(tool):  # noqa: F811
 # -- the libraries' replay -----------------------------------------------------------------------------------------
 
 
-def test_stable_baselines3_stores_the_true_rows(tool):  # noqa: F811
+def test_stable_baselines3_stores_the_true_rows(tool):
     pytest.importorskip("stable_baselines3")
     peers = tool("peers.contenders")
     for name in ("sb3:td3", "sb3:sac-ours"):
@@ -116,7 +115,7 @@ def test_stable_baselines3_stores_the_true_rows(tool):  # noqa: F811
         check_replay(read)
 
 
-def test_rl_games_stores_the_true_rows_and_at_time_limits_the_observation_before(tool, tmp_path):  # noqa: F811
+def test_rl_games_stores_the_true_rows_and_at_time_limits_the_observation_before(tool, tmp_path):
     pytest.importorskip("rl_games")
     module, settings = tool("peers.rl_games_sac"), tool("peers.settings").theirs("rl_games:sac", "pendulum")
     settings["config"] |= {"num_actors": N, "num_warmup_frames": 10**6, "max_frames": N * STEPS}
@@ -133,7 +132,7 @@ def test_rl_games_stores_the_true_rows_and_at_time_limits_the_observation_before
     assert act({"policy": torch.zeros(3, 2)}).shape == (3, 2)
 
 
-def test_skrl_stores_the_true_rows(tool):  # noqa: F811
+def test_skrl_stores_the_true_rows(tool):
     pytest.importorskip("skrl")
     module, courses = tool("peers.skrl_sac"), tool("peers.course")
     settings = tool("peers.settings").theirs("skrl:sac", "pendulum") | {"reward_scale": 0.5}
@@ -157,7 +156,7 @@ def test_skrl_stores_the_true_rows(tool):  # noqa: F811
 # -- settings ------------------------------------------------------------------------------------------------------
 
 
-def test_our_sizes_in_their_names(tool):  # noqa: F811
+def test_our_sizes_in_their_names(tool):
     found, task = tool("peers.settings"), "halfcheetah"
     sac, td3 = (compose([f"task={task}", f"algo={name}", "device=cpu"]) for name in ("sac", "td3"))
     n, warm = sac.num_envs, sac.algo.warmup_steps
@@ -185,7 +184,7 @@ def test_our_sizes_in_their_names(tool):  # noqa: F811
     assert skrl["memory"]["memory_size"] * n == sac.replay.capacity
 
 
-def test_their_own_settings_update_once_per_transition(tool):  # noqa: F811
+def test_their_own_settings_update_once_per_transition(tool):
     theirs = tool("peers.settings").THEIRS
     for settings in (theirs["sb3:sac"], theirs["sb3:td3"], theirs["sbx:sac"]):
         assert settings["model"]["gradient_steps"] == settings["num_envs"] == 32
@@ -203,7 +202,7 @@ TRAINS = {  # contender -> (package, updates after 40 steps of each environment,
 
 
 @pytest.mark.parametrize("name", TRAINS)
-def test_a_run_counts_its_steps_and_updates_and_depends_on_its_seed_alone(tool, name):  # noqa: F811
+def test_a_run_counts_its_steps_and_updates_and_depends_on_its_seed_alone(tool, name):
     package, updates = TRAINS[name]
     pytest.importorskip(package)
     peers, courses = tool("peers.contenders"), tool("peers.course")
@@ -238,7 +237,7 @@ def test_a_run_counts_its_steps_and_updates_and_depends_on_its_seed_alone(tool, 
     assert trained(points=1, seed=2)[-1]["action"] != curve[-1]["action"]
 
 
-def test_sbx_takes_our_sizes(tool):  # noqa: F811
+def test_sbx_takes_our_sizes(tool):
     pytest.importorskip("sbx")
     settings = tool("peers.contenders").contender("sbx:sac-ours").settings("pendulum")
     model, act = tool("peers.contenders").sb3_model(counter(), 1, settings)

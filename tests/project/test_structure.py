@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import pql
 from tools import structure
 
@@ -62,3 +64,41 @@ def test_the_public_names_are_listed_and_loaded_when_used():
     torch, *names = done.stdout.split()
     assert (torch, names) == ("False", sorted(pql.__all__))
     assert all(hasattr(pql, name) for name in names)
+
+
+LONG_FILES: dict[str, str] = {}
+"""Modules that may have more than 400 lines, with the reason."""
+LONG_FUNCTIONS: dict[str, str] = {}
+"""Functions that may have more than 60 lines, with the reason."""
+MOST_LINES = {"pql": 44_000, "tests": 49_700, "tools": 7_450}
+"""Lines of Python a folder may have. A commit that removes lines lowers its number, one that raises it says why."""
+
+
+def test_files_and_functions_are_short():
+    assert structure.long_files(MODULES).keys() == LONG_FILES.keys()
+    assert structure.long_functions(MODULES).keys() == LONG_FUNCTIONS.keys()
+
+
+def test_few_functions_take_more_than_six_parameters():
+    assert sum(structure.parameters(node) > 6 for _, node in structure.functions(MODULES)) <= 15
+
+
+def test_public_names_are_defined_once():
+    assert len(structure.repeated_names(MODULES)) <= 1
+
+
+def test_the_reading_path_is_short():
+    assert structure.reading_path(ROOT) <= 1_100
+
+
+def test_functions_of_tensors_name_shapes():
+    assert structure.shapeless(MODULES) == []
+
+
+@pytest.mark.parametrize("folder", MOST_LINES)
+def test_the_code_does_not_grow(folder):
+    assert structure.lines_of_code(ROOT, folder) <= MOST_LINES[folder]
+
+
+def test_the_documentation_does_not_grow():
+    assert structure.pages(ROOT) <= 50

@@ -31,6 +31,8 @@ from pql.run.store.manifest import check_export
 ort = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 CPU = torch.device("cpu")
+NETS = ("algo.policy.hidden=[16]", "algo.critic.hidden=[16]")
+PPO = ("algo=ppo", "device=cpu", "num_envs=16", "algo.warmup_steps=8", *NETS, "eval.final=false")
 DOCS = (Path(__file__).parents[2] / "docs" / "export.md").read_text()
 
 
@@ -106,23 +108,8 @@ def test_an_export_is_evaluated_like_its_run(run: Path, capsys, form: str) -> No
 def test_a_recurrent_export_remembers_where_it_is_evaluated(tmp_path: Path) -> None:
     """A policy that recalls the cue needs its memory, and must lose it where the next episode begins."""
     run = tmp_path / "run"
-    words = [
-        "task=recall",
-        "algo=ppo",
-        "graphs=off",
-        "device=cpu",
-        "num_envs=16",
-        "algo.warmup_steps=8",
-        "budget.env_steps=2000",
-        "algo.lstm=8",
-        "algo.horizon=25",
-        "algo.epochs=1",
-        "algo.minibatches=1",
-        "algo.policy.hidden=[16]",
-        "algo.critic.hidden=[16]",
-        "eval.final=false",
-    ]
-    assert main(["train", *words, f"run_dir={run}"]) == 0
+    own = ["graphs=off", "algo.lstm=8", "algo.horizon=25", "algo.epochs=1", "algo.minibatches=1"]
+    assert main(["train", "task=recall", *PPO, *own, "budget.env_steps=2000", f"run_dir={run}"]) == 0
     out = export_policy(run, formats=["onnx"])
     want, got = (evaluate_saved(path, EvaluationPlan(2, 6)) for path in (run, out.files["onnx"]))
     assert got["returns"] == pytest.approx(want["returns"], abs=1e-4)
@@ -133,19 +120,7 @@ def test_a_recurrent_export_remembers_where_it_is_evaluated(tmp_path: Path) -> N
 @pytest.mark.slow
 def test_a_policy_that_learned_in_bfloat16_leaves_in_float32(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    words = [
-        "task=pendulum",
-        "algo=ppo",
-        "device=cpu",
-        "num_envs=16",
-        "algo.warmup_steps=8",
-        "budget.env_steps=1000",
-        "algo.amp=true",
-        "algo.policy.hidden=[16]",
-        "algo.critic.hidden=[16]",
-        "eval.final=false",
-    ]
-    assert main(["train", *words, f"run_dir={run}"]) == 0
+    assert main(["train", "task=pendulum", *PPO, "budget.env_steps=1000", "algo.amp=true", f"run_dir={run}"]) == 0
     assert sorted(export_policy(run).parity) == ["onnx", "pt2"]  # the check passed
 
 

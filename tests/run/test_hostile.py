@@ -284,13 +284,7 @@ LINKED = [
     "videos/x.mp4",
     "report/index.html",
     "export/policy.pt2",
-    "evaluations",
-    "videos",
-    "report",
-    "export",
-    "wandb",
-    "swanlab",
-    "tensorboard",
+    *("evaluations", "videos", "report", "export", "wandb", "swanlab", "tensorboard"),
 ]
 WRITERS: dict[str, list[str]] = {"eval": ["episodes=1"], "play": [], "report": [], "export": ["formats=pt2"]}
 WRITES = {"eval": "evaluations", "play": "videos"}  # others: their own names
@@ -316,8 +310,7 @@ def test_a_link_to_elsewhere_is_not_written_through(run: Path, tmp_path: Path, c
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["wandb/run-1/logs/debug-core.log", "wandb/run-id", "swanlab/latest", "mlruns/0/artifacts", "newest"],
+    "name", ["wandb/run-1/logs/debug-core.log", "wandb/run-id", "swanlab/latest", "mlruns/0/artifacts", "newest"]
 )
 def test_links_of_loggers_are_left_alone(run: Path, tmp_path: Path, monkeypatch, name: str) -> None:
     """wandb makes one itself; what pql has there is neither read nor written through a link."""
@@ -698,18 +691,9 @@ def test_who_may_connect_is_no_matter_where_nobody_does(run: Path, capsys, remot
         check_task(remote, "run")
 
 
-DISCRETE = [
-    "task=cartpole",
-    "scale=cpu",
-    "device=cpu",
-    "num_envs=4",
-    "algo.critic.hidden=[8]",
-    "budget.seconds=null",
-    "budget.env_steps=600",
-    "eval.final=false",
-    "eval.every_seconds=null",
-    "checkpoint.every_seconds=null",
-]
+SPARE = ("budget.seconds=null", "eval.final=false", "eval.every_seconds=null", "checkpoint.every_seconds=null")
+SMALL = ("scale=cpu", "device=cpu", "num_envs=4", "algo.critic.hidden=[8]", "budget.env_steps=600")
+DISCRETE = ["task=cartpole", *SMALL, *SPARE]
 
 
 @pytest.mark.parametrize(("algo", "which"), [("pqn", "critic"), ("ppo", "critic")])
@@ -726,20 +710,5 @@ def test_weights_to_begin_with_bring_no_network(tmp_path: Path, mark: Path, caps
 
 def test_runs_of_one_command_resume_by_its_own_words(run: Path) -> None:
     (run / "summary.json").unlink(missing_ok=True)
-    given = [
-        "task=env",
-        "task.name=my:Env",
-        "num_envs=16",
-        "+algo.policy.net=my.nets:Net",
-        "task.kwargs.a=1",
-        "seed=1",
-        "logger.mode=online",
-    ]
-    assert next_command(run, given) == [
-        "resume",
-        str(run),
-        "task.name=my:Env",
-        "+algo.policy.net=my.nets:Net",
-        "task.kwargs.a=1",
-        "logger.mode=online",
-    ]
+    own = ["task.name=my:Env", "+algo.policy.net=my.nets:Net", "task.kwargs.a=1", "logger.mode=online"]
+    assert next_command(run, ["task=env", "num_envs=16", "seed=1", *own]) == ["resume", str(run), *own]

@@ -106,11 +106,7 @@ def test_a_second_ctrl_c_leaves_at_once_from_a_tick_that_does_not_end(runs, tria
 @pytest.mark.fault(5)
 @pytest.mark.parametrize(
     ("how", "number"),
-    [
-        ("read", 11),
-        pytest.param("abort", 6, marks=pytest.mark.slow),
-        pytest.param("thread", 6, marks=pytest.mark.slow),
-    ],
+    [("read", 11), pytest.param("abort", 6, marks=pytest.mark.slow), pytest.param("thread", 6, marks=pytest.mark.slow)],
 )
 def test_a_crash_in_native_code_shows_the_stacks_of_all_threads_and_the_run_resumes(runs, how, number, trial):
     process = runs(100 + 3 * trial, how)  # after some resume points

@@ -72,7 +72,7 @@ def serial_reference(change, count, rounds, make_optimizer):
     """One loop without threads, locks or chunks: all read, all collect, then one update of each after the other."""
     share = {"num_envs": 12 // count}
     runs = [start(config_of(change, share, {"seed": own_seed(3, i)})) for i in range(count)]
-    learners = [one.first.learners["learner"] for one in runs]
+    learners = [one.learners["learner"] for one in runs]
     shared = torch.nn.Parameter(learners[0].state.optimizer.flat.data.detach().clone())
     optimizer = make_optimizer(shared)
     for learner in learners:
@@ -80,14 +80,14 @@ def serial_reference(change, count, rounds, make_optimizer):
     for _ in range(rounds):
         for one, learner in zip(runs, learners, strict=True):
             learner.state.optimizer.flat.data.data.copy_(shared.data)
-            one.first.slots["policy"].publish()
-            one.first.workers["collector"].run(one.counts.horizon)
+            one.slots["policy"].publish()
+            one.workers["collector"].run(one.counts.horizon)
         updates = runs[0].counts.updates["learner"]
         batches = [iter(learner.draw(updates, learner.gen)) for learner in learners]
         for _ in range(updates):
             for learner, batch in zip(learners, batches, strict=True):
                 ppo.ppo_update(learner.state, next(batch), learner.settings, learner.gen)
-    return shared.data, [one.first.collector.obs["policy"] for one in runs]
+    return shared.data, [one.collector.obs["policy"] for one in runs]
 
 
 def adamw(shared):
@@ -270,10 +270,7 @@ def learn(config, goal):
 
 STEADY = {"gae_lambda": 0.95, "normalize_advantage": True, "normalize_value": True}
 A3C = merge(VARIANTS["a2c"]["algo"], {"normalize_reward": False, "policy": {"grad_clip": 0.5}, **STEADY})
-CART_POLE = {
-    "a3c": merge(A3C, {"policy": {"lr": 1e-3}}),
-    "appo_replicas": {"horizon": 32},
-}
+CART_POLE = {"a3c": merge(A3C, {"policy": {"lr": 1e-3}}), "appo_replicas": {"horizon": 32}}
 
 
 @pytest.mark.parametrize("name", sample(CART_POLE, keep=["a3c"]))

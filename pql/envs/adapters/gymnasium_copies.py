@@ -9,21 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from gymnasium.vector import VectorEnv
 
+from pql.envs.adapters import gymnasium_host as host
 from pql.envs.adapters.gymnasium_check import CheckFirst, FirstAnswers
-from pql.envs.adapters.gymnasium_host import (
-    OWN,
-    Facts,
-    GymnasiumSettings,
-    action_spec,
-    check_settings,
-    facts_of_copies,
-    facts_of_vector,
-    final_groups,
-    groups_of,
-    make_vector,
-    obs_parts,
-    simulator_action,
-)
 
 
 class Answer(NamedTuple):
@@ -47,14 +34,14 @@ class Answer(NamedTuple):
 class Copies:
     """A vector environment whose answers follow the contract."""
 
-    def __init__(self, envs: VectorEnv, facts: Facts):
+    def __init__(self, envs: VectorEnv, facts: host.Facts):
         self.envs, self.facts = envs, facts
-        self._answers = FirstAnswers(envs, facts.name, obs_parts(facts.obs))
+        self._answers = FirstAnswers(envs, facts.name, host.obs_parts(facts.obs))
         self._next = facts.autoreset == "next_step"
         self._ended = np.zeros(envs.num_envs, dtype=bool)
 
     @classmethod
-    def make(cls, settings: GymnasiumSettings, num_envs: int, autoreset: str, spawn: bool = False) -> "Copies":
+    def make(cls, settings: host.GymnasiumSettings, num_envs: int, autoreset: str, spawn: bool = False) -> "Copies":
         """Make ``num_envs`` copies.
 
         Args:
@@ -63,32 +50,32 @@ class Copies:
         Raises:
             ConfigError: unknown id, unsupported spaces, or a value out of range.
         """
-        check_settings(num_envs, settings)
-        if settings.vectorization == OWN:
-            envs = make_vector(settings, num_envs, "")
-            facts = facts_of_vector(envs, "vectorization", settings.id, settings.autoreset, settings.deterministic)
+        host.check_settings(num_envs, settings)
+        if settings.vectorization == host.OWN:
+            envs = host.make_vector(settings, num_envs, "")
+            facts = host.facts_of_vector(envs, "vectorization", settings.id, settings.autoreset, settings.deterministic)
         else:
-            facts = facts_of_copies(settings, autoreset)
-            obs_parts(facts.obs)  # refuses a space before there are processes
-            action_spec(facts.action)
-            envs = make_vector(settings, num_envs, facts.autoreset, [CheckFirst], spawn)
+            facts = host.facts_of_copies(settings, autoreset)
+            host.obs_parts(facts.obs)  # refuses a space before there are processes
+            host.action_spec(facts.action)
+            envs = host.make_vector(settings, num_envs, facts.autoreset, [CheckFirst], spawn)
         return cls(envs, facts)
 
     def reset(self, seed: int | None) -> dict[str, Any]:
         """Restart all copies; return the observations by group."""
         obs = self._answers.reset(seed)
         self._ended[:] = False
-        return groups_of(obs)
+        return host.groups_of(obs)
 
     def reset_where(self, rows: np.ndarray) -> dict[str, Any]:
         """Restart the copies of ``rows`` [N] bool, of which there is one; return all current observations."""
         obs, _ = self.envs.reset(options={"reset_mask": rows})
         self._ended &= ~rows
-        return groups_of(obs)
+        return host.groups_of(obs)
 
     def step(self, action: np.ndarray) -> Answer:
         """Step with ``action`` [N, A] in [-1, 1], or [N] or [N, K] from 0 on."""
-        given = simulator_action(self.facts.action, action)
+        given = host.simulator_action(self.facts.action, action)
         obs, reward, terminated, truncated, info = self._answers.step(given)
         terminated, truncated = np.asarray(terminated, bool), np.asarray(truncated, bool)
         over = terminated | truncated
@@ -96,21 +83,21 @@ class Copies:
         self._ended = over
         ends = () if self._next else np.flatnonzero(over)
         return Answer(
-            groups_of(obs),
+            host.groups_of(obs),
             reward,
             terminated & ~filler,
             truncated & ~terminated & ~filler,
             filler if self._next else over,
             ~filler,
-            {int(i): final_groups(info, int(i)) for i in ends},
+            {int(i): host.final_groups(info, int(i)) for i in ends},
         )
 
 
-def spec_fields(facts: Facts) -> dict[str, Any]:
+def spec_fields(facts: host.Facts) -> dict[str, Any]:
     """Return the fields of ``EnvSpec`` that need no torch. Raises ``ConfigError`` for unsupported actions."""
     return {
         "name": facts.name,
-        "action": action_spec(facts.action),
+        "action": host.action_spec(facts.action),
         "max_episode_steps": facts.max_episode_steps,
         "autoreset": facts.autoreset,
         "final_obs": "always",

@@ -26,13 +26,7 @@ EMPTY: Mapping[str, str] = {}
 
 
 class LoopbackServer(ThreadingHTTPServer):
-    """A server on 127.0.0.1.
-
-    Args:
-        port: 0: any free one.
-    Raises:
-        ConfigError: the port is taken.
-    """
+    """A server on 127.0.0.1. ``port``: 0 takes any free one. Raises ``ConfigError``: the port is taken."""
 
     daemon_threads = True
 

@@ -95,11 +95,7 @@ def serving(folder: Path, port: int = PORT) -> Iterator[Server]:
 
 
 def watch(folder: Path, port: int = PORT, show: bool = False) -> None:
-    """Serve a folder of runs until Ctrl-C, which raises ``KeyboardInterrupt``.
-
-    Args:
-        show: open the page in a browser.
-    """
+    """Serve a folder of runs until Ctrl-C, which raises ``KeyboardInterrupt``. ``show``: open the page in a browser."""
     with serving(folder, port) as server:
         print(f"{server.address} shows the runs in {folder}; Ctrl-C ends it", flush=True)
         if show:

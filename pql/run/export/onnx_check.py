@@ -12,14 +12,8 @@ MODEL: dict[int, Any] = {}
 NODE: dict[int, Any] = {}
 TENSORS: dict[int, Any] = {13: "numbers in another file", 14: "numbers in another file"}
 SPARSE: dict[int, Any] = {1: TENSORS, 2: TENSORS}
-ATTRIBUTE: dict[int, Any] = {
-    5: TENSORS,
-    10: TENSORS,
-    6: "a graph within a graph",
-    11: "a graph within a graph",
-    22: SPARSE,
-    23: SPARSE,
-}
+INSIDE = "a graph within a graph"
+ATTRIBUTE: dict[int, Any] = {5: TENSORS, 10: TENSORS, 6: INSIDE, 11: INSIDE, 22: SPARSE, 23: SPARSE}
 MODEL |= {7: {1: NODE, 5: TENSORS, 15: SPARSE}, 20: "a training graph", 25: "model-defined functions"}
 NODE |= {5: ATTRIBUTE, 7: "an operator that is not ONNX's own"}
 MESSAGES = 1_000_000

@@ -108,11 +108,8 @@ def check_repo(repo: str) -> None:
 
 
 def check_listing(repo: str, sizes: Mapping[str, int | None]) -> None:
-    """Raise ``ConfigError`` if a repository has other files than a policy's, lacks one, or one is too large.
-
-    Args:
-        sizes: bytes by file name.
-    """
+    """Raise ``ConfigError`` if a repository has other files than a policy's, lacks one, or one is too large. ``sizes``:
+    bytes by file name."""
     for name in (n for n in LIMITS if n not in sizes):
         raise ConfigError("repo", repo, f"a policy of pql: {name} is missing")
     for name, size in sizes.items():
@@ -121,17 +118,13 @@ def check_listing(repo: str, sizes: Mapping[str, int | None]) -> None:
         if name not in LIMITS:
             raise ConfigError("repo", repo, f"only {', '.join(LIMITS)}; it has {name:.80}, and nothing was downloaded")
         if size is None or size > LIMITS[name]:
-            raise ConfigError(
-                "repo", repo, f"at most {LIMITS[name]:,} bytes in {name}, not {size or 'an unknown size'}"
-            )
+            most = f"at most {LIMITS[name]:,} bytes in {name}, not {size or 'an unknown size'}"
+            raise ConfigError("repo", repo, most)
 
 
 def checked(repo: str, path: Path) -> dict[str, Any]:
-    """Return the manifest of a policy checkpoint after all checks that need no environment.
-
-    Raises:
-        ConfigError: it is damaged, is no policy, or has weights that are not finite.
-    """
+    """Return the manifest of a policy checkpoint after all checks that need no environment. Raises ``ConfigError``: it
+    is damaged, is no policy, or has weights that are not finite."""
     try:
         tensors, manifest = checkpoint.load(path, ("policy",))
         check_finite(tensors, manifest)

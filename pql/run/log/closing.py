@@ -19,11 +19,7 @@ ADVICE = {
 
 
 def closing_words(
-    summary: Summary,
-    config: Config,
-    busy: Row,
-    kept: tuple[bool, bool] = (True, True),
-    best: float = -math.inf,
+    summary: Summary, config: Config, busy: Row, kept: tuple[bool, bool] = (True, True), best: float = -math.inf
 ) -> str:
     """Return the last lines of a run: result, bottleneck, directory and the commands to use next.
 

@@ -90,23 +90,14 @@ def make_face(progress: RunProgress, console: Any = None) -> Face:
     from rich.console import Console as RichConsole
 
     console = console or RichConsole()
-    return (
-        Panel(progress, console) if console.is_terminal and not console.is_dumb_terminal else Lines(progress, console)
-    )
+    live = console.is_terminal and not console.is_dumb_terminal
+    return Panel(progress, console) if live else Lines(progress, console)
 
 
 # -- plain lines ----------------------------------------------------------------------------------------------------
 
-COLUMNS = (
-    ("time", 8),
-    ("left", 8),
-    ("env steps", 9),
-    ("steps/s", 8),
-    ("updates", 8),
-    ("train", 9),
-    ("eval", 9),
-    ("busiest", 14),
-)
+NAMES = ("time", "left", "env steps", "steps/s", "updates", "train", "eval", "busiest")
+COLUMNS = tuple(zip(NAMES, (8, 8, 9, 8, 8, 9, 9, 14), strict=True))  # with their widths
 
 
 class Lines:
@@ -142,9 +133,8 @@ class Lines:
         if self.rows % REPEAT_HEADER == 0:
             self._print("  ".join(name.rjust(width) for name, width in COLUMNS))
         self.rows += 1
-        self._print(
-            "  ".join(cell.rjust(width) for cell, (_, width) in zip(cells(self.progress), COLUMNS, strict=True))
-        )
+        known = zip(cells(self.progress), COLUMNS, strict=True)
+        self._print("  ".join(cell.rjust(width) for cell, (_, width) in known))
 
     def _print(self, text: str) -> None:
         self.last = self.progress.clock()
@@ -246,23 +236,18 @@ def labelled(row: Row) -> list[tuple[str, str]]:
         return format(row[key], form) if key in row else "-"
 
     lag = "lag/policy_mean" if "lag/policy_mean" in row else "lag/policy_ticks"  # lag/policy_mean: replicas, in pushes
+    ratios = f"v/step {number('ratio/v_per_step', 'g')}, p/v {number('ratio/p_per_v', 'g')}"
+    gpu = f", GPU {number('memory/gpu_gib', '.2f')} GiB" if "memory/gpu_gib" in row else ""
     names = [k.removeprefix("busy/") for k in row if k.startswith("busy/")]
     workers = sorted(names, key=lambda w: w != "collector") or ["collector"]
     return [
         ("time", f"{number('time/seconds')} s"),
         ("env steps", f"{number('steps/env')}  ({number('throughput/env_steps_per_s')}/s)"),
         ("updates", f"v {number('updates/v')}, p {number('updates/p')}  ({number('throughput/updates_per_s')}/s)"),
-        (
-            "ratios",
-            f"v/step {number('ratio/v_per_step', 'g')}, p/v {number('ratio/p_per_v', 'g')}, lag {number(lag, '.3g')}",
-        ),
+        ("ratios", f"{ratios}, lag {number(lag, '.3g')}"),
         ("return", f"train {number('train/return_mean', ',.1f')}, eval {number('eval/return_mean', ',.1f')}"),
         ("busy", ", ".join(f"{w} {number(f'busy/{w}', '.0%')}" for w in workers)),
-        (
-            "memory",
-            f"{number('memory/host_gib', '.2f')} GiB"
-            + (f", GPU {number('memory/gpu_gib', '.2f')} GiB" if "memory/gpu_gib" in row else ""),
-        ),
+        ("memory", f"{number('memory/host_gib', '.2f')} GiB{gpu}"),
     ]
 
 

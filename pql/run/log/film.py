@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from pql.engine import deadlines
 
@@ -43,24 +44,16 @@ class Filmer:
 
     def start(self, steps: int) -> None:
         """Begin to record the policy of ``steps`` env steps. Any thread; ``busy`` was set before."""
-        self._file, self._steps, self._due = (
-            self.folder / f"steps-{steps:012d}.mp4",
-            steps,
-            time.monotonic() + deadlines.VIDEO,
-        )
+        self._file, self._steps = self.folder / f"steps-{steps:012d}.mp4", steps
+        self._due = time.monotonic() + deadlines.VIDEO
         command = [sys.executable, "-m", "pql", "play", str(self.policy), f"out={self._file}", f"device={self.device}"]
         low = ["nice", "-n", "10"] if shutil.which("nice") else []
-        one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
+        apart: Any = {"env": {**os.environ, "OMP_NUM_THREADS": "1"}, "start_new_session": True}
+        quiet: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": self._said}
         self._said.truncate(0)
         try:
-            self._process = subprocess.Popen(  # the run's own settings: they may name code
-                [*low, *command, "--trust"],
-                stdout=subprocess.DEVNULL,
-                stderr=self._said,
-                stdin=subprocess.DEVNULL,
-                env=one_thread,
-                start_new_session=True,
-            )
+            # Trusted, as the run's own settings: they may name code.
+            self._process = subprocess.Popen([*low, *command, "--trust"], **quiet, **apart)
         except OSError:
             self.busy = False
             raise

@@ -143,11 +143,8 @@ class Tracker:
             self.close()
 
     def video(self, path: Path, step: int) -> None:
-        """Name the video to the tracker's process.
-
-        Raises:
-            BlockingIOError: the process has not read for so long that the pipe is full.
-        """
+        """Name the video to the tracker's process. Raises ``BlockingIOError``: the process has not read for so long
+        that the pipe is full."""
         if not self.ended and self.process.poll() is None:
             assert self.process.stdin is not None
             os.write(self.process.stdin.fileno(), f"{json.dumps([str(path.resolve()), step])}\n".encode())

@@ -188,11 +188,8 @@ class Sinks:
 
 
 def make_sinks(config: Config, run_dir: Path, console: Console | None, resumed_at: int | None = None) -> Sinks:
-    """Create the sinks: metrics.jsonl always, the console unless the run is quiet, and the chosen logger.
-
-    Raises:
-        ConfigError: the logger's package is not installed, or metrics.jsonl cannot be written.
-    """
+    """Create the sinks: metrics.jsonl always, the console unless the run is quiet, and the chosen logger. Raises
+    ``ConfigError``: the logger's package is not installed, or metrics.jsonl cannot be written."""
     metrics = run_dir / "metrics.jsonl"
     with writing("run_dir", run_dir):
         sinks: list[Sink] = [Jsonl(metrics, resumed_at)]

@@ -28,10 +28,8 @@ class Wandb:
 
         self.wandb, self.options, self.verdict = wandb, options, verdict
         arguments = {
+            **described(options),
             "dir": options["folder"],
-            "project": options["project"],
-            "name": Path(options["folder"]).resolve().name,
-            "config": options["config"],
             "settings": self._settings(),
             "id": own_id(Path(options["folder"]) / "wandb" / ID),
         }
@@ -107,13 +105,8 @@ class Trackio:
         import trackio
 
         self.trackio, self.video_key = trackio, options["video"]
-        self.run = trackio.init(
-            project=options["project"],
-            name=Path(options["folder"]).resolve().name,
-            config=options["config"],
-            resume="allow" if options["resumed"] else "never",
-            embed=False,
-        )
+        resume = "allow" if options["resumed"] else "never"
+        self.run = trackio.init(**described(options), resume=resume, embed=False)
 
     def log(self, row: dict[str, float]) -> None:
         self.run.log(row, step=int(row["steps/env"]))
@@ -136,15 +129,7 @@ class Swanlab:
         folder.mkdir(exist_ok=True)
         verdict["dir"] = str(folder)
         resume = {"id": own_id(folder / ID), "resume": "allow"} if options["mode"] == "online" else {}
-        name = Path(options["folder"]).resolve().name
-        self.run = swanlab.init(
-            project=options["project"],
-            name=name,
-            config=options["config"],
-            log_dir=str(folder),
-            mode=options["mode"],
-            **resume,
-        )
+        self.run = swanlab.init(**described(options), log_dir=str(folder), mode=options["mode"], **resume)
 
     def log(self, row: dict[str, float]) -> None:
         self.run.log(row, step=int(row["steps/env"]))
@@ -166,6 +151,12 @@ TRACKERS: dict[str, Callable[[dict[str, Any], dict[str, str]], Any]] = {
     "trackio": Trackio,
     "swanlab": Swanlab,
 }
+
+
+def described(options: dict[str, Any]) -> dict[str, Any]:
+    """Return project, name and settings of a run, as every tracker takes them."""
+    name = Path(options["folder"]).resolve().name
+    return {"project": options["project"], "name": name, "config": options["config"]}
 
 
 def own_id(file: Path) -> str:

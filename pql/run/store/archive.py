@@ -56,10 +56,7 @@ class Archive:
 
     def save(self, parts: Parts, counters: dict[str, float], background: bool) -> None:
         """Write the policy and, unless ``checkpoint.replay`` is off, a resume point, after earlier requests.
-
-        Args:
-            background: only copy them here; a thread writes them.
-        """
+        ``background``: only copy them here; a thread writes them."""
         self.settle()
         facts = {"counters": counters, "ranks": self.ranks.size}
         with parts.schedule.executor.exclusive():

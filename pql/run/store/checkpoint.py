@@ -100,7 +100,8 @@ def save(path: Path, tree: Any, manifest: Mapping[str, Any]) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         path.parent.mkdir(exist_ok=True)
         temporary.mkdir()
-        _write(temporary, tree, manifest)
+        digest = tensorfile.write(temporary / TENSORS, flatten(tree))
+        _write_manifest(temporary, {**manifest, "sha256": digest})
         if path.exists():
             shutil.rmtree(old, ignore_errors=True)
             path.rename(old)
@@ -112,11 +113,6 @@ def save(path: Path, tree: Any, manifest: Mapping[str, Any]) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _write(folder: Path, tree: Any, manifest: Mapping[str, Any]) -> None:
-    digest = tensorfile.write(folder / TENSORS, flatten(tree))
-    _write_manifest(folder, {**manifest, "sha256": digest})
 
 
 def _write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
@@ -210,11 +206,7 @@ def _read(path: Path, kinds: Sequence[str]) -> tuple[dict[str, Tensor], dict[str
 
 def newest_checkpoint(folder: Path, kinds: Sequence[str] = ()) -> tuple[dict[str, Tensor], dict[str, Any], Path]:
     """Return the newest intact resume point in ``folder``; damaged ones are skipped with a warning. ``kinds`` as for
-    :func:`load`.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    :func:`load`. Raises ``ConfigError``: there is none."""
     points = resume_points(folder)
     for path in reversed(points):
         try:
@@ -240,11 +232,8 @@ def ranks(folder: Path) -> int | None:
 
 
 def checkpoint_settings(folder: Path) -> dict[str, Any] | None:
-    """Return the config in the newest intact resume-point manifest in ``folder``, or None.
-
-    Raises:
-        ConfigError: written by another release, in a format or with settings that this one does not know.
-    """
+    """Return the config in the newest intact resume-point manifest in ``folder``, or None. Raises ``ConfigError``:
+    written by another release, in a format or with settings that this one does not know."""
     for path in reversed(resume_points(folder)):
         with contextlib.suppress(OSError, ValueError), _named(path):
             return dict(_manifest(path, ("resume",))["config"])
@@ -252,11 +241,8 @@ def checkpoint_settings(folder: Path) -> dict[str, Any] | None:
 
 
 def amend_manifest(folder: Path, config: Config) -> None:
-    """Replace the config in all resume points in ``folder`` with intact manifests.
-
-    Raises:
-        OSError: it cannot be written; the old manifest is kept.
-    """
+    """Replace the config in all resume points in ``folder`` with intact manifests. Raises ``OSError``: it cannot be
+    written; the old manifest is kept."""
     for path in resume_points(folder):
         try:
             manifest = _manifest(path, ("resume",))
@@ -319,11 +305,8 @@ def set_aside(folder: Path, keep_up_to: Path) -> None:
 
 
 def rotate(folder: Path, keep: int, common: Collection[str] = ()) -> None:
-    """Delete all but the newest ``keep`` resume points, and the leftovers of interrupted saves.
-
-    Args:
-        common: names of the resume points that all ranks have; the newest ``keep`` of these stay, too.
-    """
+    """Delete all but the newest ``keep`` resume points, and the leftovers of interrupted saves. ``common``: names of
+    the resume points that all ranks have; the newest ``keep`` of these stay, too."""
     with contextlib.suppress(OSError):
         recover(folder)
     replaced = (old for old in folder.glob(".old-*") if old.with_name(old.name.removeprefix(".old-")).exists())

@@ -67,11 +67,8 @@ class Claim:
             return False
 
     def renew(self) -> None:
-        """Lock the directory again if it or its lock was deleted; create it if missing.
-
-        Raises:
-            ConfigError: another process has locked a directory of the same name, or it cannot be written.
-        """
+        """Lock the directory again if it or its lock was deleted; create it if missing. Raises ``ConfigError``: another
+        process has locked a directory of the same name, or it cannot be written."""
         locked = self._file is None or _is(self._file, self.path / LOCK)
         if locked and self.there():
             return
@@ -101,11 +98,8 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def claim(path: Path) -> Claim:
-    """Lock the run directory ``path``; create it if missing.
-
-    Raises:
-        ConfigError: another process holds it, or it cannot be written.
-    """
+    """Lock the run directory ``path``; create it if missing. Raises ``ConfigError``: another process holds it, or it
+    cannot be written."""
     for _ in range(TRIES):
         with contextlib.ExitStack() as opened:
             try:
@@ -150,10 +144,7 @@ def open_lock(path: Path, flags: int) -> IO[str]:
 
 def claim_new(stem: Path) -> Claim:
     """Create and lock a new directory: ``stem``, or ``stem-2``, ``stem-3``, ... if other processes took the name.
-
-    Raises:
-        ConfigError: it cannot be created.
-    """
+    Raises ``ConfigError``: it cannot be created."""
     for i in range(1, TRIES):
         path = stem if i == 1 else stem.with_name(f"{stem.name}-{i}")
         made = _missing(path)
@@ -188,11 +179,8 @@ def _missing(path: Path) -> list[Path]:
 
 
 def _lock(file: IO[str], path: Path) -> bool:
-    """Lock the file. Return False, with a warning, if the file system has no locks.
-
-    Raises:
-        ConfigError: another process has locked it.
-    """
+    """Lock the file. Return False, with a warning, if the file system has no locks. Raises ``ConfigError``: another
+    process has locked it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -101,11 +101,8 @@ def as_read(data: Any) -> Any:
 
 
 def check_settings(name: str, settings: Any) -> None:
-    """Validate a saved config or a part of one: no ``${...}`` interpolations, and :func:`check_texts`.
-
-    Raises:
-        ValueError: it is no mapping, is too large or contains a forbidden text.
-    """
+    """Validate a saved config or a part of one: no ``${...}`` interpolations, and :func:`check_texts`. Raises
+    ``ValueError``: it is no mapping, is too large or contains a forbidden text."""
     _need(isinstance(settings, dict), name, "a mapping")
     try:
         check_tree(settings, values=SETTINGS)

@@ -59,11 +59,8 @@ class Summary:
 
 
 def claim_directory(config: Config, resume: bool = False) -> Claim:
-    """Lock ``config.run_dir``, or a new directory below ``runs``, for this process.
-
-    Raises:
-        ConfigError: another process writes to it, it cannot be written, or it holds a run and ``resume`` is False.
-    """
+    """Lock ``config.run_dir``, or a new directory below ``runs``, for this process. Raises ``ConfigError``: another
+    process writes to it, it cannot be written, or it holds a run and ``resume`` is False."""
     if config.run_dir is None:
         task, now = config.task.game or config.task.name, time.strftime("%Y%m%d-%H%M%S")
         task = task.replace(":", ".")  # a colon would read as a host's name in scp, and Windows refuses it
@@ -94,13 +91,8 @@ def check_new(run_dir: Path) -> None:
 
 
 def command(verb: str, run: object, config: Config, words: Sequence[str] = ()) -> str:
-    """Return a command for a run, ready to be pasted: ``pql VERB RUN``, with the flags and launcher that it needs.
-
-    A run on a live environment needs Python: only there can it be given again.
-
-    Args:
-        verb: ``eval`` or ``resume``.
-    """
+    """Return a command for a run, ready to be pasted: ``pql VERB RUN``, with the flags and launcher that it needs. A
+    run on a live environment needs Python: only there can it be given again. ``verb``: ``eval`` or ``resume``."""
     if config.task.live:
         given = ", ".join(map(repr, (str(run), *words)))
         return f"pql.load_policy({given})" if verb == "eval" else f"pql.resume({given}, env=...)"
@@ -114,11 +106,8 @@ def command(verb: str, run: object, config: Config, words: Sequence[str] = ()) -
 
 
 def create_run_dir(run_dir: Path, config: Config, overrides: Sequence[str]) -> None:
-    """Create the directory of a new run, with config.yaml, overrides.yaml, git.json and env.json.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
+    """Create the directory of a new run, with config.yaml, overrides.yaml, git.json and env.json. Raises
+    ``ConfigError``: it cannot be written."""
     with writing("run_dir", run_dir):
         (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
         _write_yaml(run_dir / "overrides.yaml", list(overrides))
@@ -182,11 +171,7 @@ def run_settings(run_dir: Path) -> dict[str, Any]:
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
-    """Return a run's saved config, as plain dicts.
-
-    Raises:
-        ConfigError: no run there, or a damaged config.yaml.
-    """
+    """Return a run's saved config, as plain dicts. Raises ``ConfigError``: no run there, or a damaged config.yaml."""
     try:
         data = read_yaml(run_dir / "config.yaml")
         check_settings("config.yaml", data)
@@ -202,8 +187,13 @@ def write_summary(run_dir: Path, summary: Summary) -> None:
 
 def read_summary(run_dir: Path) -> dict[str, Any] | None:
     """Return the content of summary.json, or None if it cannot be read."""
+    return read_mapping(run_dir / "summary.json")
+
+
+def read_mapping(path: Path) -> dict[str, Any] | None:
+    """Return the mapping in a JSON file, or None if it cannot be read or holds something else."""
     try:
-        data = read_json(run_dir / "summary.json")
+        data = read_json(path)
     except (OSError, ValueError):
         return None
     return data if isinstance(data, dict) else None

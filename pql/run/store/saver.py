@@ -26,11 +26,8 @@ Job = Callable[[], object]
 
 
 class Saver:
-    """Writes checkpoints, one at a time. Call its methods from one thread only.
-
-    Args:
-        limit: time without progress after which a write counts as hung, by whoever waits for it; None: no limit.
-    """
+    """Writes checkpoints, one at a time. Call its methods from one thread only. ``limit``: time without progress after
+    which a write counts as hung, by whoever waits for it; None: no limit."""
 
     def __init__(self, limit: Limit | None = None) -> None:
         self.limit = limit or Limit(math.inf, "")
@@ -105,11 +102,8 @@ class Saver:
         return found
 
     def flush(self) -> None:
-        """Wait until every requested write has ended.
-
-        Raises:
-            HungError: one has made no progress within ``limit``.
-        """
+        """Wait until every requested write has ended. Raises ``HungError``: one has made no progress within
+        ``limit``."""
         while self._reported + len(self._ended) < self._asked:
             assert self._thread is not None or not self._outcomes.empty()
             self._ended.append(answer_of(self._thread or threading.current_thread(), self._outcomes, self._late))
@@ -120,10 +114,7 @@ class Saver:
 
     def close(self, patience: float | None = None) -> None:
         """End the thread. Writes unfinished after ``patience`` seconds are abandoned; older checkpoints are kept.
-
-        Args:
-            patience: default ``deadlines.SAVE``.
-        """
+        ``patience``: default ``deadlines.SAVE``."""
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join(deadlines.SAVE if patience is None else patience)
