@@ -342,10 +342,7 @@ def test_the_command_line_trains_evaluates_and_hands_out_a_policy(tmp_path, caps
             ("algo=impala", "algo.clip=0.1"),
             "algo.clip=0.1: expected no such setting: algo=impala does not read it; ppo would",
         ),
-        (
-            ("algo=ppo", "algo.vtrace.c_bar=0.5"),
-            "algo.vtrace.c_bar=0.5: expected algo.vtrace.enabled=true with it",
-        ),
+        (("algo=ppo", "algo.vtrace.c_bar=0.5"), "algo.vtrace.c_bar=0.5: expected algo.vtrace.enabled=true with it"),
         (
             ("algo=ppo", "algo.kl_coef=5"),
             "algo.kl_coef=5: expected no such setting: algo=ppo does not read it; impala would",

@@ -881,10 +881,7 @@ def test_epsilons_are_those_of_the_page():
     norm.freeze()
     assert norm({"policy": torch.tensor([[0.01]])})["policy"].item() == pytest.approx(1, abs=1e-4)
     assert (0.01 / math.sqrt(1e-4 + 1e-4), 0.01 / (0.01 + 0.01)) == pytest.approx((0.7071, 0.5), abs=1e-4)
-    for words, kind, epsilon in (
-        (["algo=xqc"], BatchNorm, 1e-5),
-        (["algo=simba_sac"], nn.LayerNorm, 1e-5),
-    ):
+    for words, kind, epsilon in ((["algo=xqc"], BatchNorm, 1e-5), (["algo=simba_sac"], nn.LayerNorm, 1e-5)):
         policy, _ = make_networks(compose(["device=cpu", *words]), SPEC, 3)
         assert {layer.eps for layer in policy.modules() if isinstance(layer, kind)} == {epsilon}
     assert Layers((4,), layer_norm=True, norm="rms").norm == "rms"
@@ -929,10 +926,7 @@ COMPARED = {  # rows of docs/recipes.md that say "the same", by the test that co
         GAUSS: "networks; target; log sigma",
         "test_learning_rates_at_the_end_of_a_run": "learning rate",
     },
-    "SimBa's SAC": {
-        VALUES: "temperature",
-        GAUSS: "networks; optimiser",
-    },
+    "SimBa's SAC": {VALUES: "temperature", GAUSS: "networks; optimiser"},
     "Squint": {
         VALUES: "environments, replay; gamma, n-step; images; log sigma; batch, updates",
         "test_squint": "convolutions; who trains the encoder; networks; target; temperature; optimiser",

@@ -62,11 +62,7 @@ ALGOS = {
     "pql_sac": {"family": "sac", "explore": {"kind": "none"}},
     "modern": MODERN,
     "batch norm": FLASH,
-    HELD: {
-        "normalize_reward": True,
-        "policy": {"target": True},
-        "explore": {"kind": "redrawn", "repeat": True},
-    },
+    HELD: {"normalize_reward": True, "policy": {"target": True}, "explore": {"kind": "redrawn", "repeat": True}},
 }
 PPO = {
     "family": "ppo",
