@@ -80,10 +80,7 @@ def ddpg_policy_update(state: DdpgPolicyState, batch: ObsBatch, settings: DdpgCo
 
 def deterministic_policy(config: Config[DdpgConfig], spec: EnvSpec) -> nn.Module:
     """Create a tanh policy."""
-    policy, net = (
-        make_deterministic_policy(config, spec, DeterministicPolicy, probe_deterministic),
-        config.algo.policy,
-    )
+    policy, net = make_deterministic_policy(config, spec, DeterministicPolicy, probe_deterministic), config.algo.policy
     if net.net is not None and net.saturation_penalty > 0 and not squashes(policy, read_specs(config, spec)):
         allowed = f"0, or a method before_tanh(obs) of algo.policy.net={net.net} whose tanh is forward(obs)"
         raise ConfigError("algo.policy.saturation_penalty", net.saturation_penalty, allowed)
@@ -104,10 +101,8 @@ def deterministic_action(policy: nn.Module, obs: Obs, noise: Noise) -> Tensor:
 def ddpg_value_learner(setup: Setup[DdpgConfig], critic: Critic, policy: nn.Module, draw: ValueDraw) -> Learner:
     """Create the V-learner."""
     state = make_critic_state(CriticState, setup.config, critic, policy)
-    source = "target_policy" if setup.config.algo.policy.target else "policy"
-    return draw.learner(
-        setup, state, ddpg_value_update, {source: Flat(policy).tensors()}, {"critic": state.critic.tensors()}
-    )
+    pulls = {"target_policy" if setup.config.algo.policy.target else "policy": Flat(policy).tensors()}
+    return draw.learner(setup, state, ddpg_value_update, pulls, {"critic": state.critic.tensors()})
 
 
 def ddpg_policy_learner(setup: Setup[DdpgConfig], policy: nn.Module, critic: Critic, draw: PolicyDraw) -> Learner:

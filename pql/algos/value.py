@@ -145,7 +145,7 @@ def wire_value_based(kind: ValueBased, setup: Setup[DqnConfig]) -> Wiring:
     epsilon = Epsilon(algo.epsilon, spec.num_envs, spec.device)
     actor = EpsilonActor(copy.deepcopy(net).to(spec.device), epsilon, spec, bool(stored_columns(config)))
     collector = Collector(setup.env, actor, norm, [ring], setup.generator("collector"), setup.capture)
-    return value_wiring(collector, ring, make_value_learner(kind, setup, net, norm, ring), epsilon)
+    return value_wiring(collector, ring, make_q_learner(kind, setup, net, norm, ring), epsilon)
 
 
 def value_wiring(collector: Collector, ring: Replay, learner: Learner, epsilon: Epsilon) -> Wiring:
@@ -160,9 +160,7 @@ def value_wiring(collector: Collector, ring: Replay, learner: Learner, epsilon: 
     return Wiring(collector, {"policy": [Flat(collector.actor.policy).data]}, publishes, [learner], state.q, gauges)
 
 
-def make_value_learner(
-    kind: ValueBased, setup: Setup[DqnConfig], net: QNetwork, norm: Normalizer, ring: Replay
-) -> Learner:
+def make_q_learner(kind: ValueBased, setup: Setup[DqnConfig], net: QNetwork, norm: Normalizer, ring: Replay) -> Learner:
     """Create the V-learner: network and target, optional priorities, and its copies of normaliser and cursor."""
     config, counts, device = setup.config, setup.counts, ring.device
     algo = config.algo

@@ -177,7 +177,7 @@ class EnvSlice:
 
 
 class _Changed:
-    """What the body of a graph changes, and a warm-up restores: objects, tensors by name, a generator."""
+    """State that the body of a graph changes and a warm-up restores: objects, tensors by name, a generator."""
 
     def __init__(self, objects: dict[str, Restorable], tensors: dict[str, Tensor], gen: Generator | None = None):
         self.objects, self.tensors, self.gen = objects, tensors, gen

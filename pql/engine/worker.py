@@ -105,7 +105,7 @@ Tensors = dict[str, list[Tensor]]
 
 @dataclass
 class Learner:
-    """What a worker that learns does: draw batches and update a state.
+    """Work of a worker that learns: draw batches and update a state.
 
     Attributes:
         name: of the worker.

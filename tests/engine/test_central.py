@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from pql.engine.central import Central, CentralOptimizer, ReplicaStopped, Turns
+from pql.engine.central import Central, CentralOptimizer, ReplicaStopped, ReplicaTurns
 from pql.engine.flat import Flat
 from pql.engine.optim import AdamW, Optimizer, RMSProp
 from pql.nets.mlp import Layers, mlp
@@ -180,7 +180,7 @@ def test_lag_is_the_pushes_of_others_since_the_last_read():
 
 
 def test_turns_let_threads_by_in_their_order():
-    turns, seen = Turns(3), []
+    turns, seen = ReplicaTurns(3), []
 
     def work(number):
         for _ in range(20):
@@ -196,7 +196,7 @@ def test_turns_let_threads_by_in_their_order():
 
 
 def test_halted_turns_wake_who_waits_and_stop_who_comes():
-    turns, caught = Turns(2), []
+    turns, caught = ReplicaTurns(2), []
 
     def wait():
         try:
