@@ -6,10 +6,11 @@ import re
 from dataclasses import replace
 
 import pytest
+import run_files
 import torch
 from conftest import bits, differences, start, ticks
 from ppo_runs import VARIANTS, config_of
-from run_files import manifest, points, resume, rows, run
+from run_files import manifest, points, rows, run
 from sampling import sample, some_of
 
 import pql
@@ -26,23 +27,8 @@ from pql.run.session import Session
 from pql.run.store import checkpoint
 
 WORDS = (
-    "algo=ppo",
-    "scale=cpu",
-    "device=cpu",
-    "num_envs=16",
-    "algo.warmup_steps=8",
-    "algo.critic.hidden=[16]",
-    "algo.policy.hidden=[16]",
-    "algo.horizon=4",
-    "algo.epochs=2",
-    "algo.minibatches=4",
-    "eval.num_envs=2",
-    "eval.every_seconds=null",
-    "eval.final=false",
-    "checkpoint.every_seconds=null",
-    "logger.every_seconds=0.02",
-    "placement.threads.collector=1",
-    "placement.threads.v=1",
+    *("algo=ppo", *run_files.QUICK, "algo.policy.hidden=[16]", "eval.final=false"),
+    *("algo.horizon=4", "algo.epochs=2", "algo.minibatches=4"),
 )
 
 
@@ -52,20 +38,14 @@ def words(run_dir, *more):
 
 CASES = {
     "gaussian": ("task=pendulum", "task.kwargs.max_episode_steps=11", "task.kwargs.stagger=true"),
-    "squashed, scaled rewards": (
-        "task=lqr",
-        "algo.squash=true",
-        "algo.entropy_coef=0.01",
-        "algo.normalize_reward=true",
-    ),
+    "squashed, scaled rewards": [
+        *("task=lqr", "algo.squash=true", "algo.entropy_coef=0.01", "algo.normalize_reward=true")
+    ],
     "categorical, shared": ("task=cartpole", "algo.shared=true"),
     "lstm, filler rows": ("task=counter", "task.kwargs.autoreset=next_step", "algo.lstm=8"),
     "a2c, linear": (
-        "task=recall",
-        "algo.optimizer=rmsprop",
-        "algo.lr_schedule=linear",
-        "algo.anneal_steps=2000",
-        "algo.kl_stop=0.001",
+        *("task=recall", "algo.optimizer=rmsprop", "algo.lr_schedule=linear"),
+        *("algo.anneal_steps=2000", "algo.kl_stop=0.001"),
     ),
 }
 
@@ -73,18 +53,11 @@ CASES = {
 @pytest.mark.fault(14, form="ppo", count=10)
 @some_of(CASES, keep=["squashed, scaled rewards", "lstm, filler rows"], name="case")
 def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, case, trial):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    steps = [16 * (8 + 4 * n) for n in (5, 10)]
-    run(*words(whole, *case, f"seed={trial}", f"budget.env_steps={steps[1]}"))
-    assert run(*words(parts, *case, f"seed={trial}", f"budget.env_steps={steps[0]}")).env_steps == steps[0]
-    second = resume(parts, f"budget.env_steps={steps[1]}")
-    (a, facts_a), (b, facts_b) = checkpoint.load(points(whole)[-1]), checkpoint.load(points(parts)[-1])
+    half, full = (16 * (8 + 4 * n) for n in (5, 10))
+    second, a, facts = run_files.whole_and_resumed(tmp_path, [*WORDS, *case, f"seed={trial}"], half, full)
     assert {"learners/learner", "collector/env", "collector/normalizer"} <= {"/".join(k.split("/")[:2]) for k in a}
     assert any("/policy/" in k for k in a)
-    assert differences(a, b) == []
-    assert facts_a["sha256"] == facts_b["sha256"]
-    counters = ("ticks", "steps", "learner")
-    assert [facts_a["counters"][k] for k in counters] == [facts_b["counters"][k] for k in counters] == [10, 48, 80]
+    assert [facts["counters"][k] for k in ("ticks", "steps", "learner")] == [10, 48, 80]
     assert (second.updates_v, second.updates_p) == (80, 80)
 
 
@@ -96,17 +69,8 @@ def test_a_run_writes_what_every_run_writes(tmp_path):
     assert last["steps/env"] == summary.env_steps == 16 * (8 + 4 * 30)
     assert (last["ratio/v_per_step"], last["ratio/p_per_v"], last["lag/policy_ticks"]) == (2.0, 1.0, 0)
     names = {k for row in log for k in row}
-    assert {
-        "busy/collector",
-        "busy/learner",
-        "rollout/bootstrap_lost",
-        "policy/kl",
-        "policy/lr",
-        "loss/critic",
-        "policy/entropy",
-        "value/explained_variance",
-        "train/return_mean",
-    } <= names
+    assert {"busy/collector", "busy/learner", "rollout/bootstrap_lost", "policy/kl", "policy/lr"} <= names
+    assert {"loss/critic", "policy/entropy", "value/explained_variance", "train/return_mean"} <= names
     assert summary.episodes == 2
     assert manifest(tmp_path / "checkpoints" / "last")["spec"]["action"] == {"discrete": 2}
     action = load_policy(tmp_path)(torch.zeros(3, 4))

@@ -223,6 +223,6 @@ def test_pytest_is_asked_for_marked_tests_by_several_processes_where_it_can(monk
     assert command[-2:] == ["-n", "4"]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "-n" not in gpu_cases.pytest_command(file, xml, 4)
-    assert {"test_gpu.py", "test_gpu_dqn.py", "test_gpu_r2d2.py", "test_gpu_atari.py", "test_mujoco_warp.py"} <= {
+    assert {"test_gpu.py", "test_gpu_dqn.py", "test_gpu_atari.py", "test_mujoco_warp.py"} <= {
         f.name for f in gpu_cases.test_files()
     }
