@@ -108,12 +108,8 @@ def check_room(
     # One segment or several, the normalised copy, and the same amount again for a minibatch and its activations.
     need, free = (2 + parts) * rollout_bytes(spec, horizon, params_size), available_bytes(device)
     if need > free:
-        raise ConfigError(
-            setting,
-            horizon,
-            f"at most about {max(1, horizon * free // need)} with num_envs={spec.num_envs}: this needs "
-            f"{gib(need)}, {gib(free)} are free",
-        )
+        most = f"at most about {max(1, horizon * free // need)} with num_envs={spec.num_envs}"
+        raise ConfigError(setting, horizon, f"{most}: this needs {gib(need)}, {gib(free)} are free")
 
 
 def wire_on_policy(kind: OnPolicy[A], setup: Setup[A]) -> Wiring:
@@ -184,18 +180,10 @@ def make_learner(kind: OnPolicy[A], setup: Setup[A], flat: Flat, source: Source)
         return kind.draw(state, source.read(), settings, gen)
 
     size = sum(p.numel() for p in cast(ActorCritic, flat.module).policy.parameters())  # they come first
-    return Learner(
-        "learner",
-        state,
-        kind.update,
-        settings,
-        draw,
-        setup.generator("learner", "v"),
-        pulls={"rollout": source.seen} if source.seen else {},
-        publishes={"policy": [flat.data[:size], progress.ticks]},
-        trains=("v", "p"),
-        clock=progress.ticks,
-    )
+    pulls, gen = {"rollout": source.seen} if source.seen else {}, setup.generator("learner", "v")
+    publishes = {"policy": [flat.data[:size], progress.ticks]}
+    work = ("learner", state, kind.update, settings, draw, gen, pulls, publishes)
+    return Learner(*work, trains=("v", "p"), clock=progress.ticks)
 
 
 def make_dist(config: Config[StochasticConfig], spec: EnvSpec) -> ActionDist:
@@ -207,25 +195,24 @@ def make_dist(config: Config[StochasticConfig], spec: EnvSpec) -> ActionDist:
     return DiagGaussian(spec.action.size, config.algo.squash)
 
 
-def make_body(config: Config[StochasticConfig], spec: EnvSpec, which: str) -> Body | OwnBody:
+def make_body(config: Config[Any], spec: EnvSpec, which: str, lstm: int | None = None) -> Body | OwnBody:
     """Create the hidden layers of "policy" or "critic" on the observations it may use, or the custom network."""
-    algo = config.algo
-    net = algo.policy if which == "policy" else algo.critic
+    net = config.algo.policy if which == "policy" else config.algo.critic
     if net.net is not None:
         return OwnBody(custom_network(config, spec, which), read_specs(config, spec))
-    return Body(make_input(config, spec, which), make_layers(net), algo.lstm)
+    return Body(make_input(config, spec, which), make_layers(net), lstm)
 
 
 def make_stochastic_policy(config: Config[StochasticConfig], spec: EnvSpec, amp: bool = False) -> StochasticPolicy:
     """Create a freshly initialised policy network. Evaluation, loading and export compute in float32."""
-    body, dist = make_body(config, spec, "policy"), make_dist(config, spec)
+    body, dist = make_body(config, spec, "policy", config.algo.lstm), make_dist(config, spec)
     return StochasticPolicy(body, dist, config.algo.init_std, amp)
 
 
 def make_network(config: Config[StochasticConfig], spec: EnvSpec) -> ActorCritic:
     """Create freshly initialised policy and value networks."""
     policy = make_stochastic_policy(config, spec, config.algo.amp)
-    body = None if config.algo.shared else make_body(config, spec, "critic")
+    body = None if config.algo.shared else make_body(config, spec, "critic", config.algo.lstm)
     return ActorCritic(policy, StateValue(body, (body or policy.body).size))
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from pql.algos.builders import check_continuous, check_obs, make_normalizer
-from pql.algos.on_policy import check_room
+from pql.algos.on_policy import check_room, make_body
 from pql.algos.registry import Family, Setup, Wiring
 from pql.collect.actors import StochasticActor
 from pql.collect.collector import Collector
@@ -28,7 +28,7 @@ from pql.engine.flat import Flat
 from pql.engine.optim import AdamW, annealed, make_adamw
 from pql.engine.schedule import Counts
 from pql.engine.worker import Learner, State
-from pql.nets.actor_critic import Body, OwnBody, StochasticPolicy, bfloat16
+from pql.nets.actor_critic import StochasticPolicy, bfloat16
 from pql.nets.distributions import DiagGaussian, hl_gauss, squashed_gaussian
 from pql.nets.embedding import Embedder, EmbeddingCritic
 from pql.nets.encoders import Outputs, custom_network, make_input, make_layers, read_specs
@@ -260,12 +260,8 @@ def check_reppo(config: Config[ReppoConfig], spec: EnvSpec, counts: Counts, devi
 
 def make_reppo_policy(config: Config[ReppoConfig], spec: EnvSpec, amp: bool = False) -> StochasticPolicy:
     """Create a freshly initialised policy network. Evaluation, loading and export compute in float32."""
-    net = config.algo.policy
-    if net.net is not None:
-        body: Body | OwnBody = OwnBody(custom_network(config, spec, "policy"), read_specs(config, spec))
-    else:
-        body = Body(make_input(config, spec, "policy"), make_layers(net))
-    return StochasticPolicy(body, DiagGaussian(cast(Box, spec.action).size, squash=True), None, amp)
+    body, dist = make_body(config, spec, "policy"), DiagGaussian(cast(Box, spec.action).size, squash=True)
+    return StochasticPolicy(body, dist, None, amp)
 
 
 def make_reppo_critic(config: Config[ReppoConfig], spec: EnvSpec) -> EmbeddingCritic:

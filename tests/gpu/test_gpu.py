@@ -31,16 +31,16 @@ from conftest import (
     traces,
 )
 from dial import PIXELS, RECIPES
+from stand_in import NoWaiting
 from torch import Generator
 
 from pql.algos.registry import seeds
 from pql.contract.grouped import joined
-from pql.engine.executors import Inline, Streams
+from pql.engine.executors import Inline
 from pql.engine.graph import Graph
-from pql.engine.placement import machine_of
-from pql.engine.tape import NoWaiting
 from pql.run.build import build
 from pql.run.environment import build_env
+from tools.gpu.runs import Ordered
 
 DEVICE = "cuda"
 TICKS = 20
@@ -153,17 +153,6 @@ def run(config, ticks, executor=None, env=None, delay=None):
     del parts
     gc.collect()
     return out
-
-
-class Ordered(Streams):
-    """A stream for each worker, launched in a chosen order."""
-
-    def __init__(self, config, order):
-        super().__init__(machine_of(config).devices)
-        self.order = order
-
-    def run(self, jobs):
-        return super().run({name: jobs[name] for name in self.order if name in jobs})
 
 
 # -- graphs -----------------------------------------------------------------------------------------------------------
