@@ -4,7 +4,7 @@ PPO and IMPALA are instances of :class:`OnPolicy`.
 """
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar, cast
@@ -20,10 +20,10 @@ from pql.config import Config
 from pql.config.algorithms import RolloutAlgoConfig, StochasticConfig
 from pql.contract.env import Box, Discrete, EnvSpec, MultiDiscrete
 from pql.data.normalize import Normalizer
-from pql.data.rollout import Rollout, Segment, View, rollout_bytes
+from pql.data.rollout import Progress, Rollout, Segment, View, rollout_bytes
 from pql.data.unrolls import FULL, Reader, Unrolls
 from pql.engine.flat import Flat
-from pql.engine.optim import Optimizer, RMSProp, RMSPropTF, make_adamw
+from pql.engine.optim import Optimizer, RMSProp, RMSPropTF, annealed, make_adamw
 from pql.engine.placement import available_bytes
 from pql.engine.schedule import Counts
 from pql.engine.worker import Learner, State, Update
@@ -184,6 +184,19 @@ def make_learner(kind: OnPolicy[A], setup: Setup[A], flat: Flat, source: Source)
     publishes = {"policy": [flat.data[:size], progress.ticks]}
     work = ("learner", state, kind.update, settings, draw, gen, pulls, publishes)
     return Learner(*work, trains=("v", "p"), clock=progress.ticks)
+
+
+@torch.no_grad()
+def begin_rollout_tick(
+    now: Progress, segment: Segment, anneal_steps: int | None, rates: Sequence[tuple[Optimizer, float]]
+) -> None:
+    """Count the tick, and set the annealed learning rates of the optimisers from their first ones."""
+    now.lost += segment.lost
+    if anneal_steps is not None:
+        left = annealed(now.ticks, now.steps_per_tick, anneal_steps)
+        for optimizer, lr in rates:
+            optimizer.lr.copy_(lr * left)
+    now.ticks += 1
 
 
 def make_dist(config: Config[StochasticConfig], spec: EnvSpec) -> ActionDist:

@@ -14,7 +14,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from pql.algos.builders import make_normalizer
-from pql.algos.on_policy import check_room
+from pql.algos.on_policy import begin_rollout_tick, check_room, on_policy_counts
 from pql.algos.registry import Family, Setup, Wiring
 from pql.algos.value import check_acting, make_q_network
 from pql.collect.actors import Actor, action_buffer
@@ -25,7 +25,7 @@ from pql.contract.env import Discrete, EnvSpec
 from pql.data.returns import lambda_returns, valued_rows
 from pql.data.rollout import PolicyOutput, Progress, Rollout, Segment, by_parts, minibatches
 from pql.engine.flat import Flat
-from pql.engine.optim import AdamW, Optimizer, RAdam, annealed, make_adamw
+from pql.engine.optim import AdamW, Optimizer, RAdam, make_adamw
 from pql.engine.schedule import Counts
 from pql.engine.worker import Learner, State, Tensors, Update
 from pql.nets.actor_critic import bfloat16
@@ -62,11 +62,9 @@ class GreedyActor(Actor):
 
     def __init__(self, policy: nn.Module, epsilon: Epsilon, spec: EnvSpec, amp: bool = False):
         self.policy, self.epsilon, self.amp = policy, epsilon, amp
-        self.action = action_buffer(spec)
-        values = torch.zeros(spec.num_envs, cast(Discrete, spec.action).n, device=spec.device)
-        self.acted = PolicyOutput(
-            self.action, values, torch.zeros(spec.num_envs, dtype=torch.int64, device=spec.device)
-        )
+        self.action, n = action_buffer(spec), spec.num_envs
+        values = torch.zeros(n, cast(Discrete, spec.action).n, device=spec.device)
+        self.acted = PolicyOutput(self.action, values, torch.zeros(n, dtype=torch.int64, device=spec.device))
 
     def act(self, obs: Obs, gen: Generator) -> None:
         q = rollout_values(cast(QNetwork, self.policy), obs, self.amp)
@@ -102,13 +100,7 @@ class ValueRollout:
 
     def family(self) -> Family[PqnConfig]:
         """Return the entry for the algorithm registry."""
-        return Family(self.settings, pqn_counts, check_pqn, partial(wire_pqn, self), make_q_network)
-
-
-def pqn_counts(config: Config[PqnConfig]) -> Counts:
-    """Return counts for one rollout per tick and all its updates."""
-    p = config.algo
-    return Counts(p.horizon, {"learner": p.passes * p.minibatches}, 1)
+        return Family(self.settings, on_policy_counts, check_pqn, partial(wire_pqn, self), make_q_network)
 
 
 def check_pqn(config: Config[PqnConfig], spec: EnvSpec, counts: Counts, device: torch.device) -> int:
@@ -162,7 +154,8 @@ class ValueMinibatch(NamedTuple):
 
 def draw_pqn(state: PqnState, segment: Segment, settings: PqnConfig, gen: Generator) -> Iterator[ValueMinibatch]:
     """Yield a tick's minibatches: compute targets once, then shuffle all rows in each epoch."""
-    begin_pqn_tick(state, segment, settings)
+    rates = ((state.optimizer, settings.critic.lr),)
+    begin_rollout_tick(state.progress, segment, settings.anneal_steps, rates)
     rows = {"action": segment.action, "target": returns(state, segment, settings), "mask": segment.mask}
     count = segment.mask.shape[0]
     columns = {**rows, **{f"obs/{k}": v[:count] for k, v in segment.obs.items()}}
@@ -170,17 +163,6 @@ def draw_pqn(state: PqnState, segment: Segment, settings: PqnConfig, gen: Genera
     for part in minibatches(flat, settings.epochs, settings.minibatches, 0, gen):
         obs = {k: part[f"obs/{k}"] for k in segment.obs}
         yield ValueMinibatch(obs, part["action"], part["target"], part["mask"])
-
-
-@torch.no_grad()
-def begin_pqn_tick(state: PqnState, segment: Segment, settings: PqnConfig) -> None:
-    """Count the tick and set the annealed learning rate."""
-    now = state.progress
-    now.lost += segment.lost
-    if settings.anneal_steps is not None:
-        left = annealed(now.ticks, now.steps_per_tick, settings.anneal_steps)
-        state.optimizer.lr.copy_(settings.critic.lr * left)
-    now.ticks += 1
 
 
 @torch.no_grad()

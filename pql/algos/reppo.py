@@ -16,7 +16,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from pql.algos.builders import check_continuous, check_obs, make_normalizer
-from pql.algos.on_policy import check_room, make_body
+from pql.algos.on_policy import begin_rollout_tick, check_room, make_body, on_policy_counts
 from pql.algos.registry import Family, Setup, Wiring
 from pql.collect.actors import StochasticActor
 from pql.collect.collector import Collector
@@ -25,7 +25,7 @@ from pql.contract.env import Box, EnvSpec
 from pql.data.returns import lambda_returns, valued_rows
 from pql.data.rollout import Progress, Rollout, Segment, by_parts, minibatches
 from pql.engine.flat import Flat
-from pql.engine.optim import AdamW, annealed, make_adamw
+from pql.engine.optim import AdamW, make_adamw
 from pql.engine.schedule import Counts
 from pql.engine.worker import Learner, State
 from pql.nets.actor_critic import StochasticPolicy, bfloat16
@@ -94,7 +94,8 @@ class Evaluated(NamedTuple):
 
 def draw_reppo(state: ReppoState, segment: Segment, settings: ReppoConfig, gen: Generator) -> Iterator[ReppoMinibatch]:
     """Yield a tick's minibatches: compute targets and embeddings once, then shuffle all rows in each epoch."""
-    begin_reppo_tick(state, segment, settings)
+    rates = (state.optimizer, settings.policy.lr), (state.critic_optimizer, settings.critic.lr)
+    begin_rollout_tick(state.progress, segment, settings.anneal_steps, rates)
     evaluated, rows = evaluate_segment(state, segment, settings, gen), segment.mask.shape[0]
     alpha = state.multipliers.log_alpha.detach().exp()
     row = segment.successor * segment.mask.shape[1] + torch.arange(segment.mask.shape[1], device=segment.mask.device)
@@ -112,18 +113,6 @@ def draw_reppo(state: ReppoState, segment: Segment, settings: ReppoConfig, gen: 
     for part in minibatches(flat, settings.epochs, settings.minibatches, 0, gen):
         obs = {k: part.pop(f"obs/{k}") for k in segment.obs}
         yield ReppoMinibatch(obs=obs, embedding=embedding.index_select(0, part.pop("next")), **part)
-
-
-@torch.no_grad()
-def begin_reppo_tick(state: ReppoState, segment: Segment, settings: ReppoConfig) -> None:
-    """Count the tick and set the annealed learning rates."""
-    now = state.progress
-    now.lost += segment.lost
-    if settings.anneal_steps is not None:
-        left = annealed(now.ticks, now.steps_per_tick, settings.anneal_steps)
-        state.optimizer.lr.copy_(settings.policy.lr * left)
-        state.critic_optimizer.lr.copy_(settings.critic.lr * left)
-    now.ticks += 1
 
 
 @torch.no_grad()
@@ -238,12 +227,6 @@ def divergence(policy: StochasticPolicy, settings: ReppoConfig, old: Tensor, new
 # -- wiring -----------------------------------------------------------------------------------------------------------
 
 
-def reppo_counts(config: Config[ReppoConfig]) -> Counts:
-    """Return counts for one rollout per tick and all its updates."""
-    p = config.algo
-    return Counts(p.horizon, {"learner": p.passes * p.minibatches}, 1)
-
-
 def check_reppo(config: Config[ReppoConfig], spec: EnvSpec, counts: Counts, device: torch.device) -> int:
     """Check a config against an environment spec. Returns the rollout's rows T.
 
@@ -317,4 +300,4 @@ def wire_reppo(setup: Setup[ReppoConfig]) -> Wiring:
     return Wiring(collector, pulls, {}, [learner], policy, {"rollout/bootstrap_lost": now.lost})
 
 
-FAMILY = Family(ReppoConfig, reppo_counts, check_reppo, wire_reppo, make_reppo_policy)
+FAMILY = Family(ReppoConfig, on_policy_counts, check_reppo, wire_reppo, make_reppo_policy)

@@ -24,7 +24,7 @@ from pql.config.compose import compose
 from pql.contract.env import Box, EnvSpec, ObsSpec
 from pql.engine.executors import Inline, Threads
 from pql.errors import ConfigError
-from pql.nets.actor_critic import StochasticPolicy
+from pql.nets.actor_critic import Body, StochasticPolicy
 from pql.nets.distributions import DiagGaussian
 from pql.nets.mlp import Layers, NetInput, RMSNorm, mlp
 from pql.run.build import build
@@ -361,7 +361,7 @@ def test_rows_that_do_not_count_change_nothing():
 
 
 def test_the_standard_deviation_depends_on_the_observation():
-    body = reppo.Body(NetInput("policy", 3), Layers([8]))
+    body = Body(NetInput("policy", 3), Layers([8]))
     policy = StochasticPolicy(body, DiagGaussian(2, squash=True), None)
     assert policy.log_std is None
     params = policy({"policy": torch.randn(5, 3)})
