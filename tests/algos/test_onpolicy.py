@@ -116,12 +116,9 @@ def test_several_discrete_actions_at_once_are_learned(tmp_path, algo):
 
 def test_several_discrete_actions_resume_bit_for_bit_and_leave_with_their_start(tmp_path):
     pytest.importorskip("onnxruntime")
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    steps = [16 * (8 + 4 * n) for n in (5, 10)]
-    run(*words(whole, *SEVERAL, f"budget.env_steps={steps[1]}"))
-    run(*words(parts, *SEVERAL, f"budget.env_steps={steps[0]}"))
-    pql.resume(parts, f"budget.env_steps={steps[1]}", quiet=True, trust=True)
-    assert differences(checkpoint.load(points(whole)[-1])[0], checkpoint.load(points(parts)[-1])[0]) == []
+    half, full = (16 * (8 + 4 * n) for n in (5, 10))
+    run_files.whole_and_resumed(tmp_path, [*WORDS, *SEVERAL], half, full, trust=True)
+    parts = tmp_path / "parts"
     live, obs = load_policy(parts, trust=True), torch.randn(9, 2)
     for scale, first in ((True, [-1, 4]), (False, [0, 0])):
         forms = ("pt2", "onnx") if scale else ("pt2",)
@@ -247,14 +244,8 @@ def test_policies_are_found_in_both_kinds_of_checkpoint(tmp_path):
 def test_a_new_run_starts_from_old_weights(tmp_path):
     run(*words(tmp_path / "a", "task=pendulum", "budget.env_steps=1000"))
     old = checkpoint.load(points(tmp_path / "a")[-1])[0]
-    session = Session(
-        compose(
-            words(
-                tmp_path / "b", "task=pendulum", "algo.epochs=1", "budget.env_steps=1000", f"init_from={tmp_path / 'a'}"
-            )
-        ),
-        quiet=True,
-    )
+    again = ("task=pendulum", "budget.env_steps=1000", f"init_from={tmp_path / 'a'}")
+    session = Session(compose(words(tmp_path / "b", *again, "algo.epochs=1")), quiet=True)
     state = session.parts.learners["learner"].state
     for part in ("policy", "value", "returns"):
         mine = checkpoint.flatten(getattr(state, part).state_dict())
@@ -263,12 +254,7 @@ def test_a_new_run_starts_from_old_weights(tmp_path):
     session.closing.close()
     for word, wanted in (("algo.lstm=4", "null"), ("algo.normalize_value=false", "true")):
         with pytest.raises(ConfigError, match=f"{word}: expected {wanted}, as in init_from="):
-            Session(
-                compose(
-                    words(tmp_path / "c", "task=pendulum", word, "budget.env_steps=1000", f"init_from={tmp_path / 'a'}")
-                ),
-                quiet=True,
-            )
+            Session(compose(words(tmp_path / "c", *again, word)), quiet=True)
 
 
 # -- presets ----------------------------------------------------------------------------------------------------------

@@ -245,37 +245,37 @@ def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, trial):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("algo.minibatches=5",), "algo.minibatches=5: expected a divisor of num_envs=16 x algo.horizon=4"),
-        (("task=pendulum",), "task=pendulum: expected a task with discrete actions"),
+        ("algo.minibatches=5", "algo.minibatches=5: expected a divisor of num_envs=16 x algo.horizon=4"),
+        ("task=pendulum", "task=pendulum: expected a task with discrete actions"),
         (
-            ("algo.policy.lr=1e-3",),
+            "algo.policy.lr=1e-3",
             "algo.policy.lr=0.001: expected no such setting: algo=pqn does not read it: see algo.c",
         ),
-        (("algo.clip=0.1",), "algo.clip=0.1: expected no such setting: algo=pqn does not read it; ppo would"),
+        ("algo.clip=0.1", "algo.clip=0.1: expected no such setting: algo=pqn does not read it; ppo would"),
         (
-            ("algo=ppo", "algo.q_lambda=0.5"),
+            "algo=ppo algo.q_lambda=0.5",
             "algo.q_lambda=0.5: expected no such setting: algo=ppo does not read it; pqn would",
         ),
         (
-            ("algo.schedule=concurrent",),
+            "algo.schedule=concurrent",
             "algo.schedule=concurrent: expected lockstep: pqn learns from what its policy did",
         ),
         (
-            ("algo.schedule=replicas",),
+            "algo.schedule=replicas",
             "algo.schedule=replicas: expected lockstep with algo=pqn; only ppo can have replicas",
         ),
-        (("algo.epsilon.start=0",), "algo.epsilon.start=0.0: expected at least algo.epsilon.end="),
-        (("algo.q_lambda=1.5",), "algo.q_lambda=1.5: expected a number from 0 up to 1"),
-        (("algo.optimizer=rmsprop",), "algo.optimizer=rmsprop: expected one of radam, adam"),
-        (("algo.lr_schedule=linear",), "algo=pqn does not read it: see algo.anneal_steps"),
-        (("replay.capacity=5000",), "replay.capacity=5000: expected no such setting: algo=pqn does not read it"),
-        (("algo.epsilon.exponent=3",), "exponent=3.0: expected algo.epsilon.kind=ladder with it"),
-        (("replay.save=true",), "replay.save=true: expected false: for off-policy algorithms alone"),
+        ("algo.epsilon.start=0", "algo.epsilon.start=0.0: expected at least algo.epsilon.end="),
+        ("algo.q_lambda=1.5", "algo.q_lambda=1.5: expected a number from 0 up to 1"),
+        ("algo.optimizer=rmsprop", "algo.optimizer=rmsprop: expected one of radam, adam"),
+        ("algo.lr_schedule=linear", "algo=pqn does not read it: see algo.anneal_steps"),
+        ("replay.capacity=5000", "replay.capacity=5000: expected no such setting: algo=pqn does not read it"),
+        ("algo.epsilon.exponent=3", "exponent=3.0: expected algo.epsilon.kind=ladder with it"),
+        ("replay.save=true", "replay.save=true: expected false: for off-policy algorithms alone"),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(tmp_path, capsys, words, message):
-    known = [w for w in WORDS if not (words == ("task=pendulum",) and w.startswith("task"))]
-    assert main(["train", *known, f"run_dir={tmp_path}", "budget.env_steps=1000", *words]) == 2
+    known = [w for w in WORDS if not (words == "task=pendulum" and w.startswith("task"))]
+    assert main(["train", *known, f"run_dir={tmp_path}", "budget.env_steps=1000", *words.split()]) == 2
     assert message in capsys.readouterr().err
 
 

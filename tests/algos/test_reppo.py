@@ -479,28 +479,22 @@ def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, trial):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("algo.minibatches=5",), "algo.minibatches=5: expected a divisor of num_envs=16 x algo.horizon=4"),
-        (("task=cartpole",), "task=cartpole: expected a task with bounded continuous actions"),
-        (("algo.clip=0.1",), "algo.clip=0.1: expected no such setting: algo=reppo does not read it; ppo would"),
-        (
-            ("algo.v_per_step=2",),
-            "v_per_step=2: expected no such setting: algo=reppo does not read it: see algo.epochs",
-        ),
-        (("algo.schedule=concurrent",), "expected lockstep: reppo learns from what its policy did"),
-        (("algo.critic.hidden=[]",), "algo.critic.hidden=[]: expected at least one width: the last is the embedding's"),
-        (("algo.critic.v_min=200",), "algo.critic.v_min=200.0: expected below algo.critic.v_max=150"),
-        (
-            ("algo.critic.layer_norm=false", "algo.critic.norm=layer"),
-            "norm=layer: expected algo.critic.layer_norm=true",
-        ),
-        (("algo.kl_bound=0",), "algo.kl_bound=0.0: expected a number above 0 up to 100"),
-        (("algo.td_lambda=1.5",), "algo.td_lambda=1.5: expected a number from 0 up to 1"),
-        (("algo.kl_samples=0",), "algo.kl_samples=0: expected a number from 1 up to 1000"),
+        ("algo.minibatches=5", "algo.minibatches=5: expected a divisor of num_envs=16 x algo.horizon=4"),
+        ("task=cartpole", "task=cartpole: expected a task with bounded continuous actions"),
+        ("algo.clip=0.1", "algo.clip=0.1: expected no such setting: algo=reppo does not read it; ppo would"),
+        ("algo.v_per_step=2", "v_per_step=2: expected no such setting: algo=reppo does not read it: see algo.epochs"),
+        ("algo.schedule=concurrent", "expected lockstep: reppo learns from what its policy did"),
+        ("algo.critic.hidden=[]", "algo.critic.hidden=[]: expected at least one width: the last is the embedding's"),
+        ("algo.critic.v_min=200", "algo.critic.v_min=200.0: expected below algo.critic.v_max=150"),
+        ("algo.critic.layer_norm=false algo.critic.norm=layer", "norm=layer: expected algo.critic.layer_norm=true"),
+        ("algo.kl_bound=0", "algo.kl_bound=0.0: expected a number above 0 up to 100"),
+        ("algo.td_lambda=1.5", "algo.td_lambda=1.5: expected a number from 0 up to 1"),
+        ("algo.kl_samples=0", "algo.kl_samples=0: expected a number from 1 up to 1000"),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(tmp_path, capsys, words, message):
-    known = [w for w in WORDS if not (words == ("task=cartpole",) and w.startswith("task"))]
-    assert main(["train", *known, f"run_dir={tmp_path}", "budget.env_steps=1000", *words]) == 2
+    known = [w for w in WORDS if not (words == "task=cartpole" and w.startswith("task"))]
+    assert main(["train", *known, f"run_dir={tmp_path}", "budget.env_steps=1000", *words.split()]) == 2
     assert message in capsys.readouterr().err
 
 

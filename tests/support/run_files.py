@@ -36,12 +36,14 @@ def run(*overrides: str, **options: Any) -> Summary:
     return Session(compose(overrides), quiet=True, overrides=overrides, **options).train()
 
 
-def resume(run_dir: Path, *overrides: str) -> Summary:
+def resume(run_dir: Path, *overrides: str, trust: bool = False) -> Summary:
     """Resume the run in ``run_dir`` from its newest resume point."""
-    return Session(resume_config(run_dir, overrides), resume=True, quiet=True, overrides=overrides).train()
+    return Session(resume_config(run_dir, overrides, trust), resume=True, quiet=True, overrides=overrides).train()
 
 
-def whole_and_resumed(folder: Path, words: Sequence[str], half: int, full: int) -> tuple[Summary, Any, Any]:
+def whole_and_resumed(
+    folder: Path, words: Sequence[str], half: int, full: int, trust: bool = False
+) -> tuple[Summary, Any, Any]:
     """Train ``full`` env steps at once, and in two sessions, the first of ``half``; assert that both give equal bits.
 
     Returns:
@@ -50,7 +52,7 @@ def whole_and_resumed(folder: Path, words: Sequence[str], half: int, full: int) 
     whole, parts = folder / "whole", folder / "parts"
     run(*words, f"run_dir={whole}", f"budget.env_steps={full}")
     assert run(*words, f"run_dir={parts}", f"budget.env_steps={half}").env_steps == half
-    second = resume(parts, f"budget.env_steps={full}")
+    second = resume(parts, f"budget.env_steps={full}", trust=trust)
     (a, facts_a), (b, facts_b) = (checkpoint.load(points(path)[-1]) for path in (whole, parts))
     assert differences(a, b) == []
     assert facts_a["sha256"] == facts_b["sha256"]
