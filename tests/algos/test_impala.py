@@ -10,7 +10,7 @@ import run_files
 import torch
 from conftest import bits, differences, learners, start, ticks
 from impala_runs import APPO, VARIANTS, config_of
-from ppo_runs import learned_with
+from ppo_runs import A2C, learned_with
 from run_files import rows
 from sampling import some_of
 from test_schedule import RecordingStreams, check_order
@@ -168,21 +168,9 @@ def test_on_policy_it_is_a2c(variant, correction):
     learner, batch = fresh(VARIANTS[variant], {"algo": {"minibatches": 1, "policy": {"grad_clip": None}}})
     settings = replace(learner.settings, reduce="mean", correction=correction)
     mine = gradient(learner, batch, settings)
-    a2c = {
-        "epochs": 1,
-        "minibatches": 1,
-        "gae_lambda": 1.0,
-        "clip": None,
-        "value_coef": 0.25,
-        "entropy_coef": 0.01,
-        "normalize_advantage": False,
-        "normalize_value": False,
-        "shared": True,
-        "lr_schedule": "fixed",
-        "horizon": 6,
-        "lstm": learner.state.net.policy.body.carry_size // 2 or None,
-    }
-    algo = {"family": "ppo", "schedule": "lockstep", **a2c, "policy": {"grad_clip": None}}
+    more = {"value_coef": 0.25, "shared": True, "horizon": 6, "policy": {"grad_clip": None}}
+    lstm = learner.state.net.policy.body.carry_size // 2 or None
+    algo = {"family": "ppo", "schedule": "lockstep", **A2C, **more, "lstm": lstm}
     parts = start(config_of({"algo": algo}), Inline())
     parts.workers["collector"].run(6)
     other = parts.learners["learner"]

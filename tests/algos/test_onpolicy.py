@@ -319,23 +319,12 @@ def test_a_lost_life_ends_returns_and_no_memory(lstm):
     pytest.importorskip("ale_py")
     from pql.algos import ppo
 
-    words = (
-        "algo=ppo",
-        "task=atari",
-        "task.game=breakout",
-        "device=cpu",
-        "num_envs=8",
-        "algo.horizon=64",
-        f"algo.lstm={lstm}",
-        "graphs=off",
-        "algo.encoder.channels=[4,4]",
-        "algo.encoder.features=16",
-        "algo.warmup_steps=0",
-        "placement.matmul=exact",
-        "placement.threads.collector=1",
-        "placement.threads.v=1",
-        "task.kwargs.threads=1",
-    )
+    words = [
+        *("algo=ppo", "task=atari", "task.game=breakout", "task.kwargs.threads=1", "device=cpu", "num_envs=8"),
+        *("algo.horizon=64", f"algo.lstm={lstm}", "graphs=off", "algo.warmup_steps=0", "algo.encoder.channels=[4,4]"),
+        *("algo.encoder.features=16", "placement.matmul=exact"),
+        *("placement.threads.collector=1", "placement.threads.v=1"),
+    ]
     parts = ticks(start(compose(words), Inline()), 1)
     parts.workers["collector"].run(64)
     rollout, learner = parts.collector.stores[0], parts.learners["learner"]

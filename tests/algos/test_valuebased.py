@@ -476,14 +476,8 @@ def test_a_tasks_own_settings_are_the_same_at_every_scale(task, algo):
 
 
 def test_settings_that_another_one_switches_on_are_read():
-    words = [
-        "algo.priority.alpha=0.6",
-        "algo.priority.beta=0.5",
-        "algo.critic.atoms=5",
-        "algo.critic.v_max=3",
-        "algo.epsilon.kind=ladder",
-        "algo.epsilon.base=0.3",
-    ]
+    words = ["algo.priority.alpha=0.6", "algo.priority.beta=0.5", "algo.critic.atoms=5", "algo.critic.v_max=3"]
+    words += ["algo.epsilon.kind=ladder", "algo.epsilon.base=0.3"]
     config = compose(["device=cpu", "algo=dqn", "task=cartpole", *words]).algo
     assert (config.priority.beta, config.critic.v_max, config.epsilon.base) == (0.5, 3, 0.3)
 

@@ -64,40 +64,16 @@ ALGOS = {
     "batch norm": FLASH,
     HELD: {"normalize_reward": True, "policy": {"target": True}, "explore": {"kind": "redrawn", "repeat": True}},
 }
-PPO = {
-    "family": "ppo",
-    "schedule": "lockstep",
-    "normalize_reward": True,
-    "horizon": 8,
-    "epochs": 2,
-    "minibatches": 4,
-    "entropy_coef": 0.01,
-}
+ROLLOUT = {"schedule": "lockstep", "horizon": 8, "epochs": 2, "minibatches": 4}
+PPO = {**ROLLOUT, "family": "ppo", "normalize_reward": True, "entropy_coef": 0.01}
+A2C = {"horizon": 5, "epochs": 1, "minibatches": 1, "clip": None, "optimizer": "rmsprop"}
 ON_POLICY = {
     "ppo": {**PPO, "squash": True, "value_clip": 0.2, "kl_stop": 0.02},
     "ppo, bfloat16": {**PPO, "amp": True, "shared": True},
     "ppo, lstm": {**PPO, "lstm": 32},
-    "a2c": {
-        **PPO,
-        "horizon": 5,
-        "epochs": 1,
-        "minibatches": 1,
-        "clip": None,
-        "optimizer": "rmsprop",
-        "lr_schedule": "linear",
-        "anneal_steps": 100_000,
-    },
+    "a2c": {**PPO, **A2C, "lr_schedule": "linear", "anneal_steps": 100_000},
 }
-REPPO = {
-    "family": "reppo",
-    "schedule": "lockstep",
-    "horizon": 8,
-    "epochs": 2,
-    "minibatches": 4,
-    "kl_samples": 16,
-    "anneal_steps": 100_000,
-    "critic": {"atoms": 51},
-}
+REPPO = {**ROLLOUT, "family": "reppo", "kl_samples": 16, "anneal_steps": 100_000, "critic": {"atoms": 51}}
 BOTH = {**ALGOS, **ON_POLICY, "reppo": REPPO, "reppo, bfloat16": {**REPPO, "amp": True, "kl_samples": None}}
 FEW = ("pql", "pql_sac", "ppo", "a2c", "reppo")
 

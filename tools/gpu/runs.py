@@ -66,16 +66,10 @@ def make_config(args: Any, num_envs: int, task: str = "cartpole_swingup", algo: 
 def catch_config(args: Any, num_envs: int) -> Config:
     """Return DQN on Catch, each row used eight times, in large batches; or tiny."""
     hidden, batch, warm_up = ([16], 32, 4) if args.smoke else ([512], 2 * num_envs, 32)
-    algo = DqnConfig(
-        name="dqn",
-        batch_size=batch,
-        n_step=1,
-        v_per_step=8 * num_envs / batch,
-        warmup_steps=warm_up,
-        normalize_obs=False,
-        target_period=16 * num_envs,
-        critic=QuantileNetConfig(hidden=hidden, activation="relu", weight_decay=0.0),
-    )
+    critic = QuantileNetConfig(hidden=hidden, activation="relu", weight_decay=0.0)
+    sizes: dict[str, Any] = {"batch_size": batch, "v_per_step": 8 * num_envs / batch, "warmup_steps": warm_up}
+    sizes |= {"n_step": 1, "target_period": 16 * num_envs, "normalize_obs": False}
+    algo = DqnConfig(name="dqn", critic=critic, **sizes)
     place = ONE_THREAD if args.smoke else PlacementConfig()
     config = Config(task=TaskConfig(name="catch"), algo=algo, num_envs=num_envs, device=args.device, budget=BUDGET)
     return replace(config, replay=ReplayConfig(capacity=1024 * num_envs), placement=place)

@@ -113,11 +113,8 @@ class Pair:
         thrown = torch.cat((qpos[:, :3], quats(n, gen, 1.0), low + share * (high - low)), 1)
         thrown[:, 2] += lift * (torch.rand(n, generator=gen) - 0.3)
         rate = 2 * torch.randn(qvel.shape, generator=gen, dtype=DOUBLE)
-        env.engine.reset(
-            env.engine.rows(torch.ones(n, dtype=torch.bool)),
-            torch.where(some[:, None], thrown, qpos),
-            torch.where(some[:, None], rate, qvel),
-        )
+        qpos, qvel = torch.where(some[:, None], thrown, qpos), torch.where(some[:, None], rate, qvel)
+        env.engine.reset(env.engine.rows(torch.ones(n, dtype=torch.bool)), qpos, qvel)
         self.tracked()
 
     def tracked(self) -> None:
