@@ -530,15 +530,9 @@ def test_reppo_swings_the_pendulum_up(learns):
 
 def swing_up(seed):
     task = {"name": "pendulum", "reward_scale": 0.1, "kwargs": {"stagger": True}}
-    algo = {
-        "gamma": 0.95,
-        "horizon": 16,
-        "epochs": 4,
-        "minibatches": 4,
-        "alpha": 0.2,
-        "critic": {"hidden": [32, 32], "atoms": 31, "v_min": -25.0, "v_max": 5.0},
-        "policy": {"hidden": [32, 32]},
-    }
+    critic, policy = {"hidden": [32, 32], "atoms": 31, "v_min": -25.0, "v_max": 5.0}, {"hidden": [32, 32]}
+    algo = {"gamma": 0.95, "horizon": 16, "epochs": 4, "minibatches": 4, "alpha": 0.2, "critic": critic}
+    algo["policy"] = policy
     parts = start(config_of({"task": task, "num_envs": 64, "seed": seed, "algo": algo}), Inline())
     assert score(parts) < -700  # untrained: it hangs
     return train_until(parts, -450, 50)

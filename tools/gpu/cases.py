@@ -66,12 +66,8 @@ def on_cuda(args: Any) -> bool:
 
 
 def env_cases(args: Any) -> list[Case]:
-    return [
-        Case("machine", partial(describe, args)),
-        Case("copy", partial(copy_rows, args)),
-        Case("products", partial(product_rows, args)),
-        Case("launches", partial(host_rows, args)),
-    ]
+    parts = {"machine": describe, "copy": copy_rows, "products": product_rows, "launches": host_rows}
+    return [Case(name, partial(run, args)) for name, run in parts.items()]
 
 
 def describe(args: Any) -> Found:

@@ -136,15 +136,9 @@ class Run(Pair):
             "force_sensor": torch.zeros(n * self.sensors, 6, dtype=DOUBLE),
             "dof_force": torch.zeros(n * j, dtype=DOUBLE),
         }
-        known = {
-            "num_dof": j,
-            "dof_limits_lower": task.low,
-            "dof_limits_upper": task.high,
-            "joint_gears": gear,
-            "motor_efforts": gear,
-            "max_motor_effort": float(gear.max()),
-            "start_rotation": torch.tensor([0.0, 0, 0, 1], dtype=DOUBLE),
-        }
+        known = {"num_dof": j, "dof_limits_lower": task.low, "dof_limits_upper": task.high}
+        known |= {"joint_gears": gear, "motor_efforts": gear, "max_motor_effort": float(gear.max())}
+        known["start_rotation"] = torch.tensor([0.0, 0, 0, 1], dtype=DOUBLE)
         return Scene(n, tensors, known)
 
     def show(self, fields: Fields, memory: Memory) -> None:
