@@ -105,11 +105,8 @@ def ring_rows(
     warm_up = guard + config.algo.warmup_steps + 1
     if rows < max(tick, warm_up):
         least, what = max((warm_up, "the warm-up"), (tick, "a tick and its n-step windows"))
-        raise ConfigError(
-            "replay.capacity",
-            replay.capacity,
-            f"at least {least * spec.num_envs}: {least} rows of {spec.num_envs} environments for {what}",
-        )
+        allowed = f"at least {least * spec.num_envs}: {least} rows of {spec.num_envs} environments for {what}"
+        raise ConfigError("replay.capacity", replay.capacity, allowed)
     return rows
 
 

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from pql.algos.critics import loss_share
 from pql.algos.value import ValueBased, ValueState, make_q_network
 from pql.config import DqnConfig, MunchausenConfig
+from pql.data.sequences import Sequence
 from pql.engine.optim import follow
 from pql.nets.distributions import hl_gauss, project
 from pql.nets.q import QNetwork, QuantileNetwork, redraw_noise
@@ -30,13 +31,23 @@ def dqn_update(state: ValueState, batch: Batch, settings: DqnConfig, gen: Genera
     else:
         loss_of = value_scalar_loss if net.atoms is None else value_categorical_loss
         loss, error, q = loss_of(net, target_net, settings, batch)  # [B] each
+    metrics = value_step(state, batch, loss, error, q)
+    if state.priorities is not None:
+        state.priorities.update(batch.index, error, batch.mask)
+    return metrics
+
+
+def value_step(state: ValueState, batch: Batch | Sequence, loss: Tensor, error: Tensor, q: Tensor) -> Metrics:
+    """Take an optimiser step on the weighted mean of ``loss``; the target network follows.
+
+    Args:
+        loss, error, q: [B], or [L, B] of sequences.
+    """
     total = (loss * loss_share(batch.mask, batch.weight)).sum()
     state.optimizer.zero_grad()
     total.backward()
     norm = state.optimizer.step(mask=batch.mask)
     follow(state.target, state.q, state.clock, state.target_every)
-    if state.priorities is not None:
-        state.priorities.update(batch.index, error, batch.mask)
     share = loss_share(batch.mask, torch.ones_like(batch.weight))
     return {
         "loss/critic": total.detach(),

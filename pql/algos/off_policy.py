@@ -180,9 +180,8 @@ class ValueDraw(PolicyDraw):
         batch = self.replay.sample(self.cursor, count * algo.batch_size, algo.n_step, algo.gamma, gen)
         reward = batch.reward * norm.reward_scale
         batches = split(batch._replace(obs=norm(batch.obs), next_obs=norm(batch.next_obs), reward=reward), count)
-        return [
-            one._replace(obs=self.augment(one.obs, gen), next_obs=self.augment(one.next_obs, gen)) for one in batches
-        ]
+        shift = self.augment
+        return [one._replace(obs=shift(one.obs, gen), next_obs=shift(one.next_obs, gen)) for one in batches]
 
 
 def make_augment(setup: Setup[ActorCriticConfig]) -> Augment:
@@ -218,9 +217,7 @@ def probe_critic(network: nn.Module, obs: Obs, action: Tensor, atoms: int | None
     return [("forward(obs, action)", network(obs, action), shape)]
 
 
-def make_noisy_actor(
-    kind: OffPolicy, config: Config[ActorCriticConfig], spec: EnvSpec, policy: nn.Module
-) -> NoisyActor:
+def make_noisy_actor(kind: OffPolicy[A], config: Config[A], spec: EnvSpec, policy: nn.Module) -> NoisyActor:
     """Create the collector's actor: a copy of the policy with exploration noise."""
     noise = Exploration(config.algo.explore, spec.num_envs, cast(Box, spec.action).size, spec.device)
     return NoisyActor(copy.deepcopy(policy).to(spec.device), kind.act, noise, spec)

@@ -15,8 +15,7 @@ import torch
 from torch import Generator, Tensor
 
 from pql.algos.builders import make_normalizer, make_ring, replay_learner, ring_rows
-from pql.algos.critics import loss_share
-from pql.algos.dqn import huber
+from pql.algos.dqn import huber, value_step
 from pql.algos.registry import Family, Setup, Wiring
 from pql.algos.value import (
     ValueState,
@@ -42,7 +41,7 @@ from pql.data.normalize import Normalizer
 from pql.data.replay import Cursor
 from pql.data.sequences import RankedSequences, Sequence, Sequences, Span, States, mixed
 from pql.engine.flat import Flat
-from pql.engine.optim import Clock, follow
+from pql.engine.optim import Clock
 from pql.engine.schedule import Counts
 from pql.engine.worker import Learner, Update
 from pql.errors import ConfigError
@@ -214,23 +213,11 @@ def r2d2_update(state: ValueState, batch: Sequence, settings: R2d2Config, gen: G
         target = targets(batch.reward, batch.discount, ahead, settings.rescale)
     q = online_q[: target.shape[0]].gather(-1, batch.action.unsqueeze(-1)).squeeze(-1)
     error = target - q
-    total = (huber(error, settings.huber) * loss_share(batch.mask, batch.weight)).sum()
-    state.optimizer.zero_grad()
-    total.backward()
-    norm = state.optimizer.step(mask=batch.mask)
-    follow(state.target, state.q, state.clock, state.target_every)
-    error, q = error.detach(), q.detach()
+    loss, error = huber(error, settings.huber), error.detach()
+    metrics = value_step(state, batch, loss, error, q.detach())
     assert state.priorities is not None
     state.priorities.update(batch.index, mixed(error, batch.mask, settings.eta), batch.mask.amax(0))
-    share = loss_share(batch.mask, torch.ones_like(batch.weight))
-    return {
-        "loss/critic": total.detach(),
-        "value/q": (q * share).sum(),
-        "value/td_error": (error.abs() * share).sum(),
-        "grad_norm/critic": norm,
-        "replay/weight_mean": (batch.weight * share).sum(),
-        "replay/used": batch.mask.mean(),
-    }
+    return {**metrics, "replay/used": batch.mask.mean()}
 
 
 def sequence_values(net: RecurrentQNetwork, batch: Sequence, burn_in: int) -> Tensor:

@@ -129,11 +129,8 @@ def sac_policy_update(state: SacPolicyState, batch: ObsBatch, settings: SacConfi
 def probe_stochastic(network: nn.Module, obs: Obs, action: Tensor) -> Outputs:
     """Return a Gaussian policy's outputs for two rows, [2, A] each."""
     mean, log_std = network(obs)
-    outputs = {
-        "forward(obs)'s mean": mean,
-        "forward(obs)'s log_std": log_std,
-        "mean_action": cast(Any, network).mean_action(obs),
-    }
+    outputs = {"forward(obs)'s mean": mean, "forward(obs)'s log_std": log_std}
+    outputs["mean_action"] = cast(Any, network).mean_action(obs)
     return [(call, output, list(action.shape)) for call, output in outputs.items()]
 
 
@@ -173,11 +170,9 @@ def check_sac(config: Config[SacConfig], spec: EnvSpec, counts: Counts, device: 
     if algo.auto_alpha and algo.entropy_goal(size) >= most * size:
         ends = {"target_entropy": most * size, "target_sigma": math.exp(most) / math.sqrt(2 * math.pi * math.e)}
         name = next((k for k in ends if getattr(algo, k) is not None), "entropy_per_action")
-        allowed = (
-            f"below {ends.get(name, most):.4g}, as no actions within the bounds have more entropy than uniform ones"
-        )
+        bound, why = ends.get(name, most), "no actions within the bounds have more entropy than uniform ones"
         other = ", or algo.entropy_unit=unit" if algo.entropy_unit == "action" else ""
-        raise ConfigError(f"algo.{name}", getattr(algo, name), allowed + other)
+        raise ConfigError(f"algo.{name}", getattr(algo, name), f"below {bound:.4g}, as {why}{other}")
     return rows
 
 

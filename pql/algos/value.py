@@ -87,11 +87,8 @@ def value_counts(config: Config[DqnConfig]) -> Counts:
     algo = config.algo
     ratio = Fraction(str(algo.v_per_step))
     if ratio.denominator > LONGEST_HORIZON:
-        raise ConfigError(
-            "algo.v_per_step",
-            algo.v_per_step,
-            f"a ratio that gives a whole number of updates within {LONGEST_HORIZON} steps, such as 0.5",
-        )
+        allowed = f"a ratio that gives a whole number of updates within {LONGEST_HORIZON} steps, such as 0.5"
+        raise ConfigError("algo.v_per_step", algo.v_per_step, allowed)
     return Counts(ratio.denominator, {"v": ratio.numerator}, 1)
 
 
@@ -106,12 +103,9 @@ def target_updates(config: Config[DuelingConfig], counts: Counts) -> int:
     if period * updates % steps == 0:
         return period * updates // steps
     unit = steps // gcd(steps, updates)
-    raise ConfigError(
-        "algo.target_period",
-        period,
-        f"a whole number of updates, {updates} of which come with every {steps} env steps: a multiple of {unit}, "
-        f"such as {unit * max(1, round(period / unit))}",
-    )
+    allowed = f"a whole number of updates, {updates} of which come with every {steps} env steps"
+    nearest = unit * max(1, round(period / unit))
+    raise ConfigError("algo.target_period", period, f"{allowed}: a multiple of {unit}, such as {nearest}")
 
 
 def check_value_based(config: Config[DuelingConfig], spec: EnvSpec, counts: Counts, device: torch.device) -> int:

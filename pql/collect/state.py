@@ -26,7 +26,7 @@ from pql.types import Obs
 
 
 class CollectorState:
-    """All that a collector reads and writes; the arguments are those of ``Collector``.
+    """State that a collector reads and writes; the arguments are those of ``Collector``.
 
     Attributes:
         obs: observations [n, ...] to act on next.

@@ -33,6 +33,8 @@ from pql.data.sizes import ReplayLayout, action_store, storage_dtype
 from pql.data.store import Store
 from pql.types import Acted, Batch, Obs, ObsBatch, Rows, Step, fill
 
+Triple = tuple[Tensor, Tensor, Tensor]
+
 
 class Cursor:
     """Rows written per column at a tick boundary; each worker pulls its copy like weights.
@@ -107,7 +109,7 @@ class Replay(Store):
         self.live = Cursor(num_envs, device)  # the collector's positions
         self.columns = torch.arange(num_envs, device=device)
         self._rules, self._pack = tables(device), Packer(layout.fillers, device)
-        self._constants: dict[tuple[int, float], tuple[Tensor, Tensor, Tensor]] = {}
+        self._constants: dict[tuple[int, float], Triple] = {}
         self.specs, self.stacks = obs, {k: s.stack for k, s in obs.items()}
         depth = deepest(obs.values())
         self.guard = layout.horizon + depth  # rows that the collector may overwrite
@@ -193,7 +195,7 @@ class Replay(Store):
 
     # -- sampling -------------------------------------------------------------------------------------------------
 
-    def draw(self, cursor: Cursor, batch: int, gen: Generator) -> tuple[Tensor, Tensor, Tensor]:
+    def draw(self, cursor: Cursor, batch: int, gen: Generator) -> Triple:
         """Draw rows uniformly per column. Returns row, column and the column's head, [B] int64 each."""
         if self.ragged:
             return self._draw_evenly(cursor, batch, gen)
@@ -206,7 +208,7 @@ class Replay(Store):
         age = (bits * length) >> shift  # in [0, length), without an integer division
         return head - 1 - age, column, head  # an empty column gives row -1, which is masked
 
-    def _draw_evenly(self, cursor: Cursor, batch: int, gen: Generator) -> tuple[Tensor, Tensor, Tensor]:
+    def _draw_evenly(self, cursor: Cursor, batch: int, gen: Generator) -> Triple:
         """Draw rows uniformly over all columns."""
         length = cursor.head.clamp(max=self.reach)
         ends = length.cumsum(0)  # [N]
@@ -235,7 +237,9 @@ class Replay(Store):
         window = self.targets(cursor, row, column, head, n, gamma)
         cursor.lost += window.lost.sum()
         stacks = self._stack_pair(row, window.last, column, window.successor)
-        obs, next_obs = self._gather_pair(window.cell, window.successor, stacks)
+        both = self._gather(torch.cat((window.cell, window.successor)), stacks)
+        size = row.shape[0]
+        obs, next_obs = {k: v[:size] for k, v in both.items()}, {k: v[size:] for k, v in both.items()}
         action, mask = self.action.index_select(0, window.cell), window.mask.float()
         weight, followed = torch.ones_like(mask), mask * window.followed
         return Batch(obs, action, window.reward, window.discount, next_obs, mask, weight, window.cell, followed)
@@ -269,14 +273,8 @@ class Replay(Store):
         return Window(cell, last, reward, power * self.rule("alive", end), mask, lost, followed, successor)
 
     def _extend(
-        self,
-        reward: Tensor,
-        flags: Tensor,
-        place: Tensor,
-        column: Tensor,
-        newer: Tensor,
-        constants: tuple[Tensor, Tensor, Tensor],
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, reward: Tensor, flags: Tensor, place: Tensor, column: Tensor, newer: Tensor, constants: Triple
+    ) -> Triple:
         """Add steps 2..n of a window, of which ``newer`` [B] rows are written.
 
         Returns the sum of rewards, the steps after the first and gamma^m, [B] each.
@@ -305,7 +303,7 @@ class Replay(Store):
         """Look up a predicate of ``flags`` ([B] int32) in a table: one kernel instead of several bit tests."""
         return self._rules[name].index_select(0, flags)
 
-    def constants(self, n: int, gamma: float) -> tuple[Tensor, Tensor, Tensor]:
+    def constants(self, n: int, gamma: float) -> Triple:
         """Return cached offsets 1..n-1 [n-1, 1], their gamma^i [n-1, 1], and gamma^m [n] for m = 1..n."""
         if (n, gamma) not in self._constants:
             powers = torch.tensor([gamma**i for i in range(1, n + 1)], dtype=torch.float64).float().to(self.device)
@@ -335,11 +333,6 @@ class Replay(Store):
             # Networks never see half-precision storage; uint8 frames stay uint8.
             out[k] = rows.float() if rows.is_floating_point() else rows
         return out
-
-    def _gather_pair(self, cell: Tensor, next_cell: Tensor, stacks: Tensor | None) -> tuple[Obs, Obs]:
-        both = self._gather(torch.cat((cell, next_cell)), stacks)
-        batch = cell.shape[0]
-        return {k: v[:batch] for k, v in both.items()}, {k: v[batch:] for k, v in both.items()}
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 

@@ -76,8 +76,5 @@ def preflight(layout: ReplayLayout, capacity: int, available: int) -> int:
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if size(middle) <= available else (low, middle)
-    raise ConfigError(
-        "replay.capacity",
-        capacity,
-        f"at most {low * num_envs} here: this many need {gib(need)}, {gib(available)} are free",
-    )
+    allowed = f"at most {low * num_envs} here: this many need {gib(need)}, {gib(available)} are free"
+    raise ConfigError("replay.capacity", capacity, allowed)

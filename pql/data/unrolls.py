@@ -55,9 +55,8 @@ class Unrolls(Store):
         self.rollout = Rollout(replace(spec, num_envs=self.blank + 1), norm, horizon, params_size, device, carry_size)
         self.columns = torch.arange(n, device=device)
         self.place = self.columns.clone()
-        self.ended = torch.zeros(
-            n, dtype=torch.bool, device=device
-        )  # True if an environment's newest row ended an episode
+        # True if an environment's newest row ended an episode
+        self.ended = torch.zeros(n, dtype=torch.bool, device=device)
         self.completed = torch.zeros((), dtype=torch.int64, device=device)
         self.order = torch.arange(n, self.blank + n, device=device).clamp_(max=self.blank)
 

@@ -125,7 +125,7 @@ class ReplicaStopped(BaseException):
     """The run ended while a replica waited for its turn. Not an ``Exception``, so that no caller reports it."""
 
 
-class Turns:
+class ReplicaTurns:
     """Admits ``count`` threads in a fixed cyclic order: 0, 1, ..., ``count`` - 1, 0, ...
 
     Args:
@@ -172,7 +172,7 @@ class CentralOptimizer(Optimizer):
         number: the replica's. Replica 0's checkpoint contains the central moments.
     """
 
-    def __init__(self, own: Optimizer, central: Central, turns: Turns | None = None, number: int = 0):
+    def __init__(self, own: Optimizer, central: Central, turns: ReplicaTurns | None = None, number: int = 0):
         super().__init__(own.flat, float(own.lr), own.clip)
         self.central, self.turns, self.number = central, turns, number
         self.seen = 0  # pushes begun when the parameters were last pulled

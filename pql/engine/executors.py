@@ -158,7 +158,9 @@ class Threads:
             except queue.Empty:
                 if failed is not None:
                     break
-                self._check_hung(waiting)
+                if late := sorted(n for n in waiting if self.due[n] <= clock()):
+                    self.failed = True
+                    raise hung(", ".join(late), self._limit(late[0])) from None
                 continue
             waiting.discard(name)
             if isinstance(outcome, float):
@@ -175,11 +177,6 @@ class Threads:
         self.due[name] = math.inf
         yield
         self.due[name] = self._deadline(name)
-
-    def _check_hung(self, waiting: set[str]) -> None:
-        if late := sorted(n for n in waiting if self.due[n] <= clock()):
-            self.failed = True
-            raise hung(", ".join(late), self._limit(late[0]))
 
     def exclusive(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -32,12 +32,9 @@ ROOM = 256 * 2**20
 """Bytes of intermediate results above which a body stays eager: the recording holds all of them at once, and large
 operations gain nothing."""
 
-CODES = {
-    dtype: code
-    for code, dtype in enumerate(
-        [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64]
-    )
-} | {torch.bool: 11, torch.bfloat16: 15}
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+CODES = {kind: code for code, kind in enumerate((*INTEGERS, torch.float16, torch.float32, torch.float64))}
+CODES |= {torch.bool: 11, torch.bfloat16: 15}
 CODES |= {torch.strided: 0, torch.contiguous_format: 0, torch.preserve_format: 1, torch.channels_last: 2}  # type: ignore[dict-item]
 """How TorchScript writes dtypes, layouts and memory formats (c10/core/ScalarType.h, Layout.h, MemoryFormat.h)."""
 
@@ -241,7 +238,8 @@ class Recorded:
         for func, args, kwargs, out in tape.calls:
             self._call(func, args, kwargs, out)
         # Lists whose tensors are changed are returned, because TorchScript would drop these operations as unused.
-        self.graph.registerOutput(self._node("prim::TupleConstruct", self.written, self._tuple()))
+        changed = torch._C.TupleType([value.type() for value in self.written])
+        self.graph.registerOutput(self._node("prim::TupleConstruct", self.written, changed))
         self.graph.lint()
         self.function = torch._C._create_function_from_graph("body", self.graph)
         self.values.clear()  # the tape keeps all tensors, and so their ids, until here
@@ -251,9 +249,6 @@ class Recorded:
         """Run all operations on the current contents of memory."""
         with torch.no_grad(), torch.jit.optimized_execution(False):
             self.function(*self.inputs)
-
-    def _tuple(self) -> Any:
-        return torch._C.TupleType([value.type() for value in self.written])
 
     def _node(self, kind: str, inputs: Sequence[Any], result: Any) -> Any:
         node = self.graph.create(kind, list(inputs), 1)
@@ -282,7 +277,7 @@ class Recorded:
             if isinstance(tensor, Tensor):
                 self.values[id(tensor)] = value
 
-    def _argument(self, given: Any, kind: "Kind") -> Any:
+    def _argument(self, given: Any, kind: Kind) -> Any:
         """Return the graph's value for an argument of the type ``kind``."""
         if isinstance(given, Tensor):
             return self._tensor(given)
@@ -292,12 +287,11 @@ class Recorded:
             return self._list(given if isinstance(given, (list, tuple)) else [given], kind.element)
         return self.graph.insertConstant(self._number(given, kind.name))
 
-    def _list(self, given: Sequence[Any], element: "Kind") -> Any:
+    def _list(self, given: Sequence[Any], element: Kind) -> Any:
         if given and all(isinstance(g, (bool, int, float)) for g in given) and element.name != "NumberType":
             return self.graph.insertConstant([self._number(g, element.name) for g in given])
-        return self._node(
-            "prim::ListConstruct", [self._argument(g, element) for g in given], torch._C.ListType(element.type)
-        )
+        values = [self._argument(g, element) for g in given]
+        return self._node("prim::ListConstruct", values, torch._C.ListType(element.type))
 
     def _number(self, given: Any, kind: str) -> Any:
         if isinstance(given, (torch.dtype, torch.layout, torch.memory_format)):

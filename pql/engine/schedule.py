@@ -44,11 +44,10 @@ def tick_counts(v_per_step: float, p_per_v: float) -> Counts:
         if kv.denominator == kp.denominator == 1 and kv >= 1 and kp >= 1:
             a, b = int(kv), int(kp)
             return Counts(horizon, {"v": a, "p": b}, next(g for g in range(min(a, b), 0, -1) if a % g == b % g == 0))
-    raise ConfigError(
-        "algo.v_per_step",
-        v_per_step,
-        f"a ratio that, with algo.p_per_v={p_per_v}, gives whole numbers of updates within {LONGEST_HORIZON} steps",
+    allowed = (
+        f"a ratio that, with algo.p_per_v={p_per_v}, gives whole numbers of updates within {LONGEST_HORIZON} steps"
     )
+    raise ConfigError("algo.v_per_step", v_per_step, allowed)
 
 
 def exact(ratio: float) -> Fraction:
@@ -97,11 +96,7 @@ class _Ticks:
     reproducible = True
 
     def __init__(
-        self,
-        workers: Mapping[str, Worker],
-        counts: Counts,
-        executor: Executor,
-        behind_target: Callable[[], bool] = lambda: False,
+        self, workers: Mapping[str, Worker], counts: Counts, executor: Executor, behind_target: Callable[[], bool]
     ):
         self.workers, self.counts, self.executor = workers, counts, executor
         self.behind_target = behind_target  # learners pause while remote actors are late

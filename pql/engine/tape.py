@@ -40,19 +40,6 @@ def _about(func: Any) -> tuple[bool, bool]:
     return func.overloadpacket.__name__ in INDEXING, depends
 
 
-class NoWaiting(TorchDispatchMode):
-    """Raises an error for an operation that would make the host wait for a device.
-
-    Raises:
-        RunError: names the operation.
-    """
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if waits(func, args):
-            raise RunError(f"{func}: the host would wait for the device")
-        return func(*args, **(kwargs or {}))
-
-
 class Count(TorchDispatchMode):
     """Counts operations that compute or copy, by name: approximately the kernels that a device runs. Views are free."""
 
@@ -73,17 +60,8 @@ class Count(TorchDispatchMode):
 
 
 FREE = (
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "new_empty",
-    "new_empty_strided",
-    "detach",
-    "_unsafe_view",
-    "alias",
-    "lift_fresh",
-    "_reshape_alias",
-    "_local_scalar_dense",
+    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh"),
+    *("detach", "alias", "_unsafe_view", "_reshape_alias", "_local_scalar_dense"),
 )
 """Operations that launch no kernel: they allocate memory or create a view."""
 

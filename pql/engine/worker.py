@@ -2,9 +2,9 @@
 
 A :class:`Learner` is the algorithm: named state, a function that draws batches, an update. A :class:`Worker` runs a
 learner or the collector on a device and a thread share: it pulls private copies, works, publishes. Apart from
-replay rows below the published cursor, no worker reads another worker's tensors: the owner publishes a copy after its
-work, readers pull a copy before theirs. A slot has two buffers: readers use version v while the owner writes v + 1, so
-that the join of all workers between ticks is the only synchronisation needed.
+replay rows below the published cursor, no worker reads another worker's tensors: the owner publishes a copy at the end
+of its tick, readers pull a copy at the start of theirs. Two buffers alternate, so that publishing version v + 1 never
+touches version v, which may still be read: the join of all workers between ticks is the only synchronisation needed.
 """
 
 import functools
@@ -105,12 +105,12 @@ Tensors = dict[str, list[Tensor]]
 
 @dataclass
 class Learner:
-    """The work of a learning worker: draw batches and update a state.
+    """Work of a worker that learns: draw batches and update a state.
 
     Attributes:
         name: of the worker.
         draw: (k, gen) -> k batches. Rows that can be read do not change within a tick.
-        pulls: tensors that slots fill before each call of the worker: copies in ``state`` and of ``draw``.
+        pulls: tensors that slots fill before each tick: copies in ``state`` and of ``draw``.
         publishes: tensors of ``state`` that others pull.
         trains: counters of updates that it increments: "v" (value), "p" (policy).
         lost: 0-dim; bootstraps lost because a simulator gave no final observation. Saved with the run.

@@ -131,10 +131,8 @@ def mlp(size_in: int, layers: Layers, size_out: int, ensemble: int | None = None
             if layers.batch_norm:
                 modules += [plain(size_in, size), BatchNorm(size, ensemble)]
             else:
-                modules += [
-                    linear(size_in, size),
-                    *([norm_of(size, layers.norm, ensemble)] if layers.layer_norm else []),
-                ]
+                norms = [norm_of(size, layers.norm, ensemble)] if layers.layer_norm else []
+                modules += [linear(size_in, size), *norms]
             modules.append(ACTIVATIONS[layers.activation]())
             size_in = size
     net = nn.Sequential(*modules, linear(size_in, size_out))

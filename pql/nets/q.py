@@ -169,13 +169,7 @@ class RecurrentQNetwork(QNetwork):
     """
 
     def __init__(
-        self,
-        source: NetInput,
-        lstm: int,
-        actions: int,
-        layers: Layers,
-        dueling: bool = False,
-        shared_grad: float = 1.0,
+        self, source: NetInput, lstm: int, actions: int, layers: Layers, dueling: bool = False, shared_grad: float = 1.0
     ):
         super().__init__(replace(source, size=lstm), actions, layers, dueling=dueling, shared_grad=shared_grad)
         self.memory, self.carry_size = Lstm(source.size, lstm), 2 * lstm

@@ -62,18 +62,13 @@ def build(
 
 def _check(config: Config, spec: EnvSpec, counts: Counts, home: torch.device, env: VecEnv | None) -> int:
     """Check a config against an environment spec. Returns the storage rows per environment."""
-    check_several(config, spec, env)
-    check_groups(config, spec)
-    return family_of(config).check(config, spec, counts, home)
-
-
-def check_several(config: Config, spec: EnvSpec, env: VecEnv | None) -> None:
-    """Raise ``ConfigError`` for several replicas of an environment that can have only one instance."""
     count = config.replicas
     if count > 1 and env is not None:
         raise ConfigError("algo.replicas", count, "1: a live environment cannot be built again for another replica")
     if count > 1 and spec.single_instance:
         raise ConfigError("algo.replicas", count, f"1: a process can hold one {spec.name} only")
+    check_groups(config, spec)
+    return family_of(config).check(config, spec, counts, home)
 
 
 def make_crew(config: Config) -> Threads | Inline:

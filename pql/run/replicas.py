@@ -30,7 +30,7 @@ from pql.algos.registry import own_seed
 from pql.config import Config, PpoConfig
 from pql.config.families import own
 from pql.data.normalize import merge_moments, share_largest_return
-from pql.engine.central import Central, CentralOptimizer, ReplicaStopped, Turns
+from pql.engine.central import Central, CentralOptimizer, ReplicaStopped, ReplicaTurns
 from pql.engine.collectives import ALONE, Group
 from pql.engine.executors import Inline, Job, Threads
 from pql.engine.placement import replica_devices
@@ -49,7 +49,7 @@ def replica_shares(config: Config) -> list[Config]:
 class Member:
     """A replica with its index. The optimiser of its learner is replaced by one that steps the central parameters."""
 
-    def __init__(self, number: int, replica: Parts, central: Central, turns: Turns | None):
+    def __init__(self, number: int, replica: Parts, central: Central, turns: ReplicaTurns | None):
         (learner,) = replica.learners.values()
         state: Any = learner.state
         self.replica, self.learner = replica, learner
@@ -101,7 +101,7 @@ class Replicas:
         central, count = own(config, PpoConfig).central, len(replicas)
         self.executor, self.each = executor, central.ticks
         known = replica_names(count)
-        self.turns = Turns(count, lambda i: executor.waiting(known[i])) if central.order == "turns" else None
+        self.turns = ReplicaTurns(count, lambda i: executor.waiting(known[i])) if central.order == "turns" else None
         (learner,) = replicas[0].learners.values()
         state: Any = learner.state
         self.central = Central(state.optimizer, central.chunk)

@@ -96,17 +96,8 @@ def make_batch(masked=8):
     weight = torch.rand(B, generator=gen) + 0.5
     discount = 0.97 * (torch.rand(B, generator=gen) > 0.2)
     action = torch.randint(A, (B,), generator=gen)
-    return Batch(
-        {"policy": draw(B, D)},
-        action,
-        draw(B),
-        discount,
-        {"policy": draw(B, D)},
-        mask,
-        weight,
-        torch.arange(B) + 100,
-        mask,
-    )
+    obs, reward, next_obs = {"policy": draw(B, D)}, draw(B), {"policy": draw(B, D)}
+    return Batch(obs, action, reward, discount, next_obs, mask, weight, torch.arange(B) + 100, mask)
 
 
 def generator():

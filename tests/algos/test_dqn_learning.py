@@ -85,13 +85,8 @@ def test_values_go_on_beyond_time_limits_and_not_beyond_terminations(variant, le
 def error_of_values(variant, seed):
     """The largest error of a value, of which the true ones are 1 + .9 + ... for all that is left: 1 to 4.69."""
     register("annuity", Annuity)
-    change = {
-        "gamma": 0.9,
-        "v_per_step": 4,
-        "normalize_obs": False,
-        "optimizer": "adam",
-        "critic": {"hidden": [32], "lr": 3e-3},
-    }
+    critic = {"hidden": [32], "lr": 3e-3}
+    change = {"gamma": 0.9, "v_per_step": 4, "normalize_obs": False, "optimizer": "adam", "critic": critic}
     task = {"name": "annuity", "kwargs": {"stagger": True, "max_episode_steps": 4}}
     parts = start(
         config_of(VARIANTS[variant], change, {"task": task, "num_envs": 32, "seed": seed, "graphs": "auto"}), Inline()

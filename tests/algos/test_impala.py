@@ -10,8 +10,8 @@ import run_files
 import torch
 from conftest import bits, differences, learners, start, ticks
 from impala_runs import APPO, VARIANTS, config_of
-from ppo_runs import learned_with
-from run_files import points, resume, rows
+from ppo_runs import A2C, learned_with
+from run_files import rows
 from sampling import some_of
 from test_schedule import RecordingStreams, check_order
 from torch import Generator
@@ -24,7 +24,6 @@ from pql.engine.executors import Inline, Threads
 from pql.engine.schedule import Trace
 from pql.errors import ConfigError
 from pql.run.policy import load_policy
-from pql.run.store import checkpoint
 
 ORDERS = list(itertools.permutations(("collector", "learner")))
 
@@ -169,21 +168,9 @@ def test_on_policy_it_is_a2c(variant, correction):
     learner, batch = fresh(VARIANTS[variant], {"algo": {"minibatches": 1, "policy": {"grad_clip": None}}})
     settings = replace(learner.settings, reduce="mean", correction=correction)
     mine = gradient(learner, batch, settings)
-    a2c = {
-        "epochs": 1,
-        "minibatches": 1,
-        "gae_lambda": 1.0,
-        "clip": None,
-        "value_coef": 0.25,
-        "entropy_coef": 0.01,
-        "normalize_advantage": False,
-        "normalize_value": False,
-        "shared": True,
-        "lr_schedule": "fixed",
-        "horizon": 6,
-        "lstm": learner.state.net.policy.body.carry_size // 2 or None,
-    }
-    algo = {"family": "ppo", "schedule": "lockstep", **a2c, "policy": {"grad_clip": None}}
+    more = {"value_coef": 0.25, "shared": True, "horizon": 6, "policy": {"grad_clip": None}}
+    lstm = learner.state.net.policy.body.carry_size // 2 or None
+    algo = {"family": "ppo", "schedule": "lockstep", **A2C, **more, "lstm": lstm}
     parts = start(config_of({"algo": algo}), Inline())
     parts.workers["collector"].run(6)
     other = parts.learners["learner"]
@@ -266,22 +253,7 @@ def test_appo_clips_around_the_policy_that_the_tick_began_with():
 
 # -- runs -------------------------------------------------------------------------------------------------------------
 
-WORDS = (
-    "task=cartpole",
-    "scale=cpu",
-    "device=cpu",
-    "num_envs=16",
-    "algo.critic.hidden=[16]",
-    "algo.policy.hidden=[16]",
-    "algo.warmup_steps=8",
-    "task.kwargs.max_episode_steps=11",
-    "eval.num_envs=2",
-    "eval.every_seconds=null",
-    "checkpoint.every_seconds=null",
-    "logger.every_seconds=0.02",
-    "placement.threads.collector=1",
-    "placement.threads.v=1",
-)
+WORDS = ("task=cartpole", "task.kwargs.max_episode_steps=11", *run_files.QUICK, "algo.policy.hidden=[16]")
 IMPALA = ("algo=impala", "algo.horizon=4", "algo.anneal_steps=3000")
 LSTM = ("algo.lstm=8", "algo.shared=true")
 CASES = {
@@ -292,24 +264,15 @@ CASES = {
 }
 
 
-def run(run_dir, *more):
-    words = [*WORDS, f"run_dir={run_dir}", *more]
-    if "task=counter" in more:
-        words = [w for w in words if "max_episode_steps" not in w] + ["task.kwargs.autoreset=next_step"]
-    return run_files.run(*words)
-
-
 @pytest.mark.fault(14, form=lambda given: "appo" if "algo=appo" in given["case"] else "impala", count=10)
 @some_of(CASES, keep=["lstm, filler rows", "appo"], name="case")
 def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, case, trial):
-    seed = f"seed={trial}"
     ahead = 0 if "algo.schedule=lockstep" in case else 4
-    steps = [16 * (8 + ahead + 4 * n) for n in (5, 10)]
-    whole = run(tmp_path / "whole", *case, seed, f"budget.env_steps={steps[1]}")
-    run(tmp_path / "parts", *case, seed, f"budget.env_steps={steps[0]}")
-    resume(tmp_path / "parts", f"budget.env_steps={steps[1]}")
-    one, two = (checkpoint.load(points(tmp_path / k)[-1])[0] for k in ("whole", "parts"))
-    assert differences(one, two) == []
+    half, full = (16 * (8 + ahead + 4 * n) for n in (5, 10))
+    words = [*WORDS, *case, f"seed={trial}"]
+    if "task=counter" in case:
+        words = [w for w in words if "max_episode_steps" not in w] + ["task.kwargs.autoreset=next_step"]
+    second, one, _ = run_files.whole_and_resumed(tmp_path, words, half, full)
     assert one["learners/learner/state/progress/ticks"] == 10
     assert any(k.startswith("collector/replay/0/obs/") for k in one) == bool(ahead)
     last = [row for row in rows(tmp_path / "whole") if "updates/v" in row][-1]
@@ -317,7 +280,7 @@ def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, case, tri
     assert (last["ratio/v_per_step"], last["ratio/p_per_v"]) == (parts / 4, 1)
     assert last["lag/policy_ticks"] == (1 if ahead else 0)
     assert {"loss/policy", "loss/critic", "policy/entropy", "policy/kl", "lag/rows_mean", "lag/rows_max"} <= {*last}
-    assert whole.updates_v == whole.updates_p == 10 * parts
+    assert second.updates_v == second.updates_p == 10 * parts
 
 
 def test_the_command_line_trains_evaluates_and_hands_out_a_policy(tmp_path, capsys):
@@ -337,47 +300,38 @@ def test_the_command_line_trains_evaluates_and_hands_out_a_policy(tmp_path, caps
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("algo=impala", "algo.minibatches=3"), "algo.minibatches=3: expected a divisor of num_envs=16, suc"),
+        ("algo=impala algo.minibatches=3", "algo.minibatches=3: expected a divisor of num_envs=16, suc"),
         (
-            ("algo=impala", "algo.clip=0.1"),
+            "algo=impala algo.clip=0.1",
             "algo.clip=0.1: expected no such setting: algo=impala does not read it; ppo would",
         ),
+        ("algo=ppo algo.vtrace.c_bar=0.5", "algo.vtrace.c_bar=0.5: expected algo.vtrace.enabled=true with it"),
         (
-            ("algo=ppo", "algo.vtrace.c_bar=0.5"),
-            "algo.vtrace.c_bar=0.5: expected algo.vtrace.enabled=true with it",
-        ),
-        (
-            ("algo=ppo", "algo.kl_coef=5"),
+            "algo=ppo algo.kl_coef=5",
             "algo.kl_coef=5: expected no such setting: algo=ppo does not read it; impala would",
         ),
-        (("algo=impala", "algo.vtrace.rho_bar=0.5"), "algo.vtrace.c_bar=1.0: expected at most algo.vtrace.rho_bar=0.5"),
-        (("algo=impala", "algo.lstm=8", "algo.shared=false"), "algo.shared=false: expected true with"),
-        (("algo=impala", "algo.correction=vtrac"), "expected one of vtrace, one_step, none (did you mean vtrace?)"),
+        ("algo=impala algo.vtrace.rho_bar=0.5", "algo.vtrace.c_bar=1.0: expected at most algo.vtrace.rho_bar=0.5"),
+        ("algo=impala algo.lstm=8 algo.shared=false", "algo.shared=false: expected true with"),
+        ("algo=impala algo.correction=vtrac", "expected one of vtrace, one_step, none (did you mean vtrace?)"),
         (
-            ("algo=impala", "algo.schedule=replicas"),
+            "algo=impala algo.schedule=replicas",
             "algo.schedule=replicas: expected concurrent or lockstep with algo=impala; only ppo can",
         ),
         (
-            ("algo=pql", "task=pendulum", "algo.init_std=2"),
+            "algo=pql task=pendulum algo.init_std=2",
             "algo.init_std=2: expected no such setting: algo=pql does not read it; ppo, impala would",
         ),
-        (
-            ("algo=impala", "algo.critic.lr=1e-3"),
-            "algo.critic.lr=0.001: expected no such setting: algo=impala does not",
-        ),
-        (("algo=impala", "algo.reduce=max"), "algo.reduce=max: expected one of sum, mean"),
-        (
-            ("algo=a2c", "algo.schedule=concurrent"),
-            "algo.schedule=concurrent: expected lockstep or replicas: a2c learns",
-        ),
-        (("algo=impala", "algo.trace_lambda=2"), "algo.trace_lambda=2.0: expected a number from 0 up to 1"),
-        (("algo=impala", "replay.capacity=100"), "replay.capacity=100: expected no such setting: algo=impala does"),
+        ("algo=impala algo.critic.lr=1e-3", "algo.critic.lr=0.001: expected no such setting: algo=impala does not"),
+        ("algo=impala algo.reduce=max", "algo.reduce=max: expected one of sum, mean"),
+        ("algo=a2c algo.schedule=concurrent", "algo.schedule=concurrent: expected lockstep or replicas: a2c learns"),
+        ("algo=impala algo.trace_lambda=2", "algo.trace_lambda=2.0: expected a number from 0 up to 1"),
+        ("algo=impala replay.capacity=100", "replay.capacity=100: expected no such setting: algo=impala does"),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(tmp_path, capsys, words, message):
-    known = [w for w in WORDS[:4] if not (w.startswith("task") and "task=pendulum" in words)]
-    more = ("algo.warmup_steps=8", f"run_dir={tmp_path}", "budget.env_steps=1000")
-    assert main(["train", *known, *more, *words]) == 2
+    known = [] if "task=pendulum" in words else ["task=cartpole"]
+    more = (*run_files.QUICK[:4], f"run_dir={tmp_path}", "budget.env_steps=1000")
+    assert main(["train", *known, *more, *words.split()]) == 2
     assert message in capsys.readouterr().err
 
 

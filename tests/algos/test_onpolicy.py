@@ -6,10 +6,11 @@ import re
 from dataclasses import replace
 
 import pytest
+import run_files
 import torch
 from conftest import bits, differences, start, ticks
 from ppo_runs import VARIANTS, config_of
-from run_files import manifest, points, resume, rows, run
+from run_files import manifest, points, rows, run
 from sampling import sample, some_of
 
 import pql
@@ -26,23 +27,8 @@ from pql.run.session import Session
 from pql.run.store import checkpoint
 
 WORDS = (
-    "algo=ppo",
-    "scale=cpu",
-    "device=cpu",
-    "num_envs=16",
-    "algo.warmup_steps=8",
-    "algo.critic.hidden=[16]",
-    "algo.policy.hidden=[16]",
-    "algo.horizon=4",
-    "algo.epochs=2",
-    "algo.minibatches=4",
-    "eval.num_envs=2",
-    "eval.every_seconds=null",
-    "eval.final=false",
-    "checkpoint.every_seconds=null",
-    "logger.every_seconds=0.02",
-    "placement.threads.collector=1",
-    "placement.threads.v=1",
+    *("algo=ppo", *run_files.QUICK, "algo.policy.hidden=[16]", "eval.final=false"),
+    *("algo.horizon=4", "algo.epochs=2", "algo.minibatches=4"),
 )
 
 
@@ -52,20 +38,14 @@ def words(run_dir, *more):
 
 CASES = {
     "gaussian": ("task=pendulum", "task.kwargs.max_episode_steps=11", "task.kwargs.stagger=true"),
-    "squashed, scaled rewards": (
-        "task=lqr",
-        "algo.squash=true",
-        "algo.entropy_coef=0.01",
-        "algo.normalize_reward=true",
-    ),
+    "squashed, scaled rewards": [
+        *("task=lqr", "algo.squash=true", "algo.entropy_coef=0.01", "algo.normalize_reward=true")
+    ],
     "categorical, shared": ("task=cartpole", "algo.shared=true"),
     "lstm, filler rows": ("task=counter", "task.kwargs.autoreset=next_step", "algo.lstm=8"),
     "a2c, linear": (
-        "task=recall",
-        "algo.optimizer=rmsprop",
-        "algo.lr_schedule=linear",
-        "algo.anneal_steps=2000",
-        "algo.kl_stop=0.001",
+        *("task=recall", "algo.optimizer=rmsprop", "algo.lr_schedule=linear"),
+        *("algo.anneal_steps=2000", "algo.kl_stop=0.001"),
     ),
 }
 
@@ -73,18 +53,11 @@ CASES = {
 @pytest.mark.fault(14, form="ppo", count=10)
 @some_of(CASES, keep=["squashed, scaled rewards", "lstm, filler rows"], name="case")
 def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, case, trial):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    steps = [16 * (8 + 4 * n) for n in (5, 10)]
-    run(*words(whole, *case, f"seed={trial}", f"budget.env_steps={steps[1]}"))
-    assert run(*words(parts, *case, f"seed={trial}", f"budget.env_steps={steps[0]}")).env_steps == steps[0]
-    second = resume(parts, f"budget.env_steps={steps[1]}")
-    (a, facts_a), (b, facts_b) = checkpoint.load(points(whole)[-1]), checkpoint.load(points(parts)[-1])
+    half, full = (16 * (8 + 4 * n) for n in (5, 10))
+    second, a, facts = run_files.whole_and_resumed(tmp_path, [*WORDS, *case, f"seed={trial}"], half, full)
     assert {"learners/learner", "collector/env", "collector/normalizer"} <= {"/".join(k.split("/")[:2]) for k in a}
     assert any("/policy/" in k for k in a)
-    assert differences(a, b) == []
-    assert facts_a["sha256"] == facts_b["sha256"]
-    counters = ("ticks", "steps", "learner")
-    assert [facts_a["counters"][k] for k in counters] == [facts_b["counters"][k] for k in counters] == [10, 48, 80]
+    assert [facts["counters"][k] for k in ("ticks", "steps", "learner")] == [10, 48, 80]
     assert (second.updates_v, second.updates_p) == (80, 80)
 
 
@@ -96,17 +69,8 @@ def test_a_run_writes_what_every_run_writes(tmp_path):
     assert last["steps/env"] == summary.env_steps == 16 * (8 + 4 * 30)
     assert (last["ratio/v_per_step"], last["ratio/p_per_v"], last["lag/policy_ticks"]) == (2.0, 1.0, 0)
     names = {k for row in log for k in row}
-    assert {
-        "busy/collector",
-        "busy/learner",
-        "rollout/bootstrap_lost",
-        "policy/kl",
-        "policy/lr",
-        "loss/critic",
-        "policy/entropy",
-        "value/explained_variance",
-        "train/return_mean",
-    } <= names
+    assert {"busy/collector", "busy/learner", "rollout/bootstrap_lost", "policy/kl", "policy/lr"} <= names
+    assert {"loss/critic", "policy/entropy", "value/explained_variance", "train/return_mean"} <= names
     assert summary.episodes == 2
     assert manifest(tmp_path / "checkpoints" / "last")["spec"]["action"] == {"discrete": 2}
     action = load_policy(tmp_path)(torch.zeros(3, 4))
@@ -152,12 +116,9 @@ def test_several_discrete_actions_at_once_are_learned(tmp_path, algo):
 
 def test_several_discrete_actions_resume_bit_for_bit_and_leave_with_their_start(tmp_path):
     pytest.importorskip("onnxruntime")
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    steps = [16 * (8 + 4 * n) for n in (5, 10)]
-    run(*words(whole, *SEVERAL, f"budget.env_steps={steps[1]}"))
-    run(*words(parts, *SEVERAL, f"budget.env_steps={steps[0]}"))
-    pql.resume(parts, f"budget.env_steps={steps[1]}", quiet=True, trust=True)
-    assert differences(checkpoint.load(points(whole)[-1])[0], checkpoint.load(points(parts)[-1])[0]) == []
+    half, full = (16 * (8 + 4 * n) for n in (5, 10))
+    run_files.whole_and_resumed(tmp_path, [*WORDS, *SEVERAL], half, full, trust=True)
+    parts = tmp_path / "parts"
     live, obs = load_policy(parts, trust=True), torch.randn(9, 2)
     for scale, first in ((True, [-1, 4]), (False, [0, 0])):
         forms = ("pt2", "onnx") if scale else ("pt2",)
@@ -283,14 +244,8 @@ def test_policies_are_found_in_both_kinds_of_checkpoint(tmp_path):
 def test_a_new_run_starts_from_old_weights(tmp_path):
     run(*words(tmp_path / "a", "task=pendulum", "budget.env_steps=1000"))
     old = checkpoint.load(points(tmp_path / "a")[-1])[0]
-    session = Session(
-        compose(
-            words(
-                tmp_path / "b", "task=pendulum", "algo.epochs=1", "budget.env_steps=1000", f"init_from={tmp_path / 'a'}"
-            )
-        ),
-        quiet=True,
-    )
+    again = ("task=pendulum", "budget.env_steps=1000", f"init_from={tmp_path / 'a'}")
+    session = Session(compose(words(tmp_path / "b", *again, "algo.epochs=1")), quiet=True)
     state = session.parts.learners["learner"].state
     for part in ("policy", "value", "returns"):
         mine = checkpoint.flatten(getattr(state, part).state_dict())
@@ -299,12 +254,7 @@ def test_a_new_run_starts_from_old_weights(tmp_path):
     session.closing.close()
     for word, wanted in (("algo.lstm=4", "null"), ("algo.normalize_value=false", "true")):
         with pytest.raises(ConfigError, match=f"{word}: expected {wanted}, as in init_from="):
-            Session(
-                compose(
-                    words(tmp_path / "c", "task=pendulum", word, "budget.env_steps=1000", f"init_from={tmp_path / 'a'}")
-                ),
-                quiet=True,
-            )
+            Session(compose(words(tmp_path / "c", *again, word)), quiet=True)
 
 
 # -- presets ----------------------------------------------------------------------------------------------------------
@@ -369,23 +319,12 @@ def test_a_lost_life_ends_returns_and_no_memory(lstm):
     pytest.importorskip("ale_py")
     from pql.algos import ppo
 
-    words = (
-        "algo=ppo",
-        "task=atari",
-        "task.game=breakout",
-        "device=cpu",
-        "num_envs=8",
-        "algo.horizon=64",
-        f"algo.lstm={lstm}",
-        "graphs=off",
-        "algo.encoder.channels=[4,4]",
-        "algo.encoder.features=16",
-        "algo.warmup_steps=0",
-        "placement.matmul=exact",
-        "placement.threads.collector=1",
-        "placement.threads.v=1",
-        "task.kwargs.threads=1",
-    )
+    words = [
+        *("algo=ppo", "task=atari", "task.game=breakout", "task.kwargs.threads=1", "device=cpu", "num_envs=8"),
+        *("algo.horizon=64", f"algo.lstm={lstm}", "graphs=off", "algo.warmup_steps=0", "algo.encoder.channels=[4,4]"),
+        *("algo.encoder.features=16", "placement.matmul=exact"),
+        *("placement.threads.collector=1", "placement.threads.v=1"),
+    ]
     parts = ticks(start(compose(words), Inline()), 1)
     parts.workers["collector"].run(64)
     rollout, learner = parts.collector.stores[0], parts.learners["learner"]

@@ -205,11 +205,7 @@ def test_value_learners_read_reduced_images_too(name, more):
 # -- settings ---------------------------------------------------------------------------------------------------------
 
 
-IMAGES = {
-    "policy": ObsSpec((3, 20, 20), torch.uint8),
-    "depth": ObsSpec((16, 20)),
-    "critic": ObsSpec((5,)),
-}
+IMAGES = {"policy": ObsSpec((3, 20, 20), torch.uint8), "depth": ObsSpec((16, 20)), "critic": ObsSpec((5,))}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from conftest import bits, configured, differences, start, ticks
 from gates import score, train_until
 from histories import CPU, SPECS, Column, picture, stack
 from oracles import known_end, lambda_return
-from run_files import points, resume, rows
+from run_files import rows
 from test_rollout import KINDS
 from torch import Generator, nn
 
@@ -32,7 +32,6 @@ from pql.errors import ConfigError
 from pql.nets.mlp import Layers, NetInput
 from pql.nets.q import QNetwork
 from pql.run.policy import load_policy
-from pql.run.store import checkpoint
 
 SETTINGS = PqnConfig(epochs=2, minibatches=4, gamma=0.9, q_lambda=0.65, critic=TrainedNetConfig(lr=0.1))
 BASE = {
@@ -221,23 +220,8 @@ def test_two_runs_have_the_same_bits_and_another_seed_has_not(variant):
 
 
 WORDS = (
-    "algo=pqn",
-    "task=cartpole",
-    "scale=cpu",
-    "device=cpu",
-    "num_envs=16",
-    "algo.critic.hidden=[16]",
-    "algo.horizon=4",
-    "algo.minibatches=4",
-    "algo.warmup_steps=8",
-    "algo.anneal_steps=2000",
-    "task.kwargs.max_episode_steps=11",
-    "eval.num_envs=2",
-    "eval.every_seconds=null",
-    "checkpoint.every_seconds=null",
-    "logger.every_seconds=0.02",
-    "placement.threads.collector=1",
-    "placement.threads.v=1",
+    *("algo=pqn", "task=cartpole", "task.kwargs.max_episode_steps=11", *run_files.QUICK),
+    *("algo.horizon=4", "algo.minibatches=4", "algo.anneal_steps=2000"),
 )
 
 
@@ -247,12 +231,8 @@ def run(run_dir, *more):
 
 @pytest.mark.fault(14, form="pqn", count=10)
 def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, trial):
-    steps = [16 * (8 + 4 * n) for n in (5, 10)]
-    run(tmp_path / "whole", f"seed={trial}", f"budget.env_steps={steps[1]}")
-    run(tmp_path / "parts", f"seed={trial}", f"budget.env_steps={steps[0]}")
-    resume(tmp_path / "parts", f"budget.env_steps={steps[1]}")
-    one, two = (checkpoint.load(points(tmp_path / k)[-1])[0] for k in ("whole", "parts"))
-    assert differences(one, two) == []
+    half, full = (16 * (8 + 4 * n) for n in (5, 10))
+    _, one, _ = run_files.whole_and_resumed(tmp_path, [*WORDS, f"seed={trial}"], half, full)
     assert "learners/learner/state/progress/ticks" in one
     log = [row for row in rows(tmp_path / "whole") if "updates/v" in row]
     assert (log[-1]["updates/v"], log[-1]["updates/p"], log[-1]["lag/policy_ticks"]) == (80, 80, 0)
@@ -265,37 +245,37 @@ def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, trial):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("algo.minibatches=5",), "algo.minibatches=5: expected a divisor of num_envs=16 x algo.horizon=4"),
-        (("task=pendulum",), "task=pendulum: expected a task with discrete actions"),
+        ("algo.minibatches=5", "algo.minibatches=5: expected a divisor of num_envs=16 x algo.horizon=4"),
+        ("task=pendulum", "task=pendulum: expected a task with discrete actions"),
         (
-            ("algo.policy.lr=1e-3",),
+            "algo.policy.lr=1e-3",
             "algo.policy.lr=0.001: expected no such setting: algo=pqn does not read it: see algo.c",
         ),
-        (("algo.clip=0.1",), "algo.clip=0.1: expected no such setting: algo=pqn does not read it; ppo would"),
+        ("algo.clip=0.1", "algo.clip=0.1: expected no such setting: algo=pqn does not read it; ppo would"),
         (
-            ("algo=ppo", "algo.q_lambda=0.5"),
+            "algo=ppo algo.q_lambda=0.5",
             "algo.q_lambda=0.5: expected no such setting: algo=ppo does not read it; pqn would",
         ),
         (
-            ("algo.schedule=concurrent",),
+            "algo.schedule=concurrent",
             "algo.schedule=concurrent: expected lockstep: pqn learns from what its policy did",
         ),
         (
-            ("algo.schedule=replicas",),
+            "algo.schedule=replicas",
             "algo.schedule=replicas: expected lockstep with algo=pqn; only ppo can have replicas",
         ),
-        (("algo.epsilon.start=0",), "algo.epsilon.start=0.0: expected at least algo.epsilon.end="),
-        (("algo.q_lambda=1.5",), "algo.q_lambda=1.5: expected a number from 0 up to 1"),
-        (("algo.optimizer=rmsprop",), "algo.optimizer=rmsprop: expected one of radam, adam"),
-        (("algo.lr_schedule=linear",), "algo=pqn does not read it: see algo.anneal_steps"),
-        (("replay.capacity=5000",), "replay.capacity=5000: expected no such setting: algo=pqn does not read it"),
-        (("algo.epsilon.exponent=3",), "exponent=3.0: expected algo.epsilon.kind=ladder with it"),
-        (("replay.save=true",), "replay.save=true: expected false: for off-policy algorithms alone"),
+        ("algo.epsilon.start=0", "algo.epsilon.start=0.0: expected at least algo.epsilon.end="),
+        ("algo.q_lambda=1.5", "algo.q_lambda=1.5: expected a number from 0 up to 1"),
+        ("algo.optimizer=rmsprop", "algo.optimizer=rmsprop: expected one of radam, adam"),
+        ("algo.lr_schedule=linear", "algo=pqn does not read it: see algo.anneal_steps"),
+        ("replay.capacity=5000", "replay.capacity=5000: expected no such setting: algo=pqn does not read it"),
+        ("algo.epsilon.exponent=3", "exponent=3.0: expected algo.epsilon.kind=ladder with it"),
+        ("replay.save=true", "replay.save=true: expected false: for off-policy algorithms alone"),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(tmp_path, capsys, words, message):
-    known = [w for w in WORDS if not (words == ("task=pendulum",) and w.startswith("task"))]
-    assert main(["train", *known, f"run_dir={tmp_path}", "budget.env_steps=1000", *words]) == 2
+    known = [w for w in WORDS if not (words == "task=pendulum" and w.startswith("task"))]
+    assert main(["train", *known, f"run_dir={tmp_path}", "budget.env_steps=1000", *words.split()]) == 2
     assert message in capsys.readouterr().err
 
 

@@ -12,7 +12,7 @@ from conftest import bits, differences, go_on, start
 from gates import train_until
 from oracles import huber, q_target
 from r2d2_runs import config_of
-from run_files import points, resume, rows
+from run_files import points, rows
 from sampling import sample
 
 from pql.algos import r2d2
@@ -32,7 +32,6 @@ from pql.run.episodes import run_episodes
 from pql.run.policy import fresh_policy, load_policy, snapshot
 from pql.run.ranks import share_of
 from pql.run.session import Session
-from pql.run.store import checkpoint
 
 
 def run(config, executor=None, ticks=12):
@@ -248,29 +247,9 @@ def test_alternating_groups_give_the_bits_of_one_after_the_other():
 
 
 WORDS = (
-    "task=tmaze",
-    "task.kwargs.length=3",
-    "algo=r2d2",
-    "scale=cpu",
-    "device=cpu",
-    "num_envs=8",
-    "replay.capacity=960",
-    "algo.batch_size=6",
-    "algo.n_step=2",
-    "algo.warmup_steps=16",
-    "algo.critic.hidden=[16]",
-    "algo.lstm=8",
-    "algo.burn_in=3",
-    "algo.length=8",
-    "algo.period=4",
-    "algo.replay_ratio=2",
-    "algo.target_period=24",
-    "eval.num_envs=4",
-    "eval.every_seconds=null",
-    "eval.final=false",
-    "checkpoint.every_seconds=null",
-    "logger.every_seconds=0.02",
-    "placement.threads.collector=1",
+    *("task=tmaze", "task.kwargs.length=3", "algo=r2d2", *run_files.QUICK, "num_envs=8", "replay.capacity=960"),
+    *("algo.batch_size=6", "algo.n_step=2", "algo.warmup_steps=16", "algo.lstm=8", "algo.burn_in=3", "algo.length=8"),
+    *("algo.period=4", "algo.replay_ratio=2", "algo.target_period=24", "eval.num_envs=4", "eval.final=false"),
 )
 
 
@@ -281,17 +260,9 @@ def train(run_dir, *more):
 @pytest.mark.fault(14, form="r2d2", count=10)
 @pytest.mark.parametrize("schedule", ["lockstep", "concurrent"])
 def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, schedule, trial):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    words, (half, full) = (
-        (f"algo.schedule={schedule}", f"seed={trial}"),
-        (f"budget.env_steps={8 * (16 + 3 * n)}" for n in (20, 40)),
-    )
-    train(whole, full, *words)
-    train(parts, half, *words)
-    resume(parts, full)
-    (a, facts_a), (b, facts_b) = (checkpoint.load(points(p)[-1]) for p in (whole, parts))
-    assert differences(a, b) == []
-    assert facts_a["sha256"] == facts_b["sha256"]
+    half, full = (8 * (16 + 3 * n) for n in (20, 40))
+    words = [*WORDS, f"algo.schedule={schedule}", f"seed={trial}"]
+    _, a, _ = run_files.whole_and_resumed(tmp_path, words, half, full)
     assert any(k.endswith("carry") for k in a)
 
 

@@ -6,6 +6,7 @@ import itertools
 import math
 import operator
 import re
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from pql.config.compose import compose
 from pql.contract.env import Box, EnvSpec, ObsSpec
 from pql.data.normalize import Normalizer
 from pql.engine.executors import Inline
+from pql.engine.flat import Flat
 from pql.errors import ConfigError
 from pql.nets.encoders import lend_encoder
 from pql.nets.layers import BatchNorm, EnsembleLayerNorm, EnsembleLinear, EnsembleRMSNorm, batch_statistics
@@ -34,22 +36,6 @@ B, D, A = 24, 5, 3  # batch, observation, action
 SPEC = EnvSpec("made up", 8, {"policy": ObsSpec((D,))}, Box(A), CPU)
 JOINTS = dataclasses.replace(SPEC, action=Box(A, (-0.5, -8.0, -20.0), (1.5, 0.0, 20.0)))  # half ranges 1, 4, 20
 UPDATES = 20
-
-
-def members(net: nn.Module) -> list[nn.Sequential]:
-    """The critics of an ensemble as networks of their own, with copies of its weights."""
-    out = []
-    for e in range(2):
-        layers = []
-        for module in net.net:
-            if isinstance(module, EnsembleLinear):
-                layer = nn.Linear(*module.weight.shape[1:], dtype=torch.float64)
-                layer.weight.data, layer.bias.data = module.weight.data[e].T.clone(), module.bias.data[e, 0].clone()
-                layers.append(layer)
-            else:
-                layers.append(type(module)())
-        out.append(nn.Sequential(*layers))
-    return out
 
 
 def batches(gen):
@@ -115,15 +101,6 @@ def exchange(value, improve):
         here, there = value.state, improve.state
         learned, copied = (there, here) if here.temperature is None else (here, there)
         copied.log_alpha.copy_(learned.log_alpha.detach())
-
-
-def assert_equal_networks(ours: nn.Module, theirs: list[nn.Sequential]):
-    mine = [m for m in ours.net if hasattr(m, "weight")]
-    for e, net in enumerate(theirs):
-        for a, b in zip(mine, [m for m in net if hasattr(m, "weight")], strict=True):
-            single = isinstance(a, nn.Linear)
-            torch.testing.assert_close(a.weight if single else a.weight[e].T, b.weight, rtol=0, atol=1e-7)
-            torch.testing.assert_close(a.bias if single else a.bias[e, 0], b.bias, rtol=0, atol=1e-7)
 
 
 # At scale=gpu (BTR: on Atari), from the publications named in docs/recipes.md, which lists the values that differ.
@@ -302,25 +279,16 @@ def test_fasttd3():
     narrow = ("algo.critic.v_min=-2", "algo.critic.v_max=2")  # so that targets leave the support
     config, value, improve = learners("algo=fasttd3", "algo.critic.atoms=11", *narrow)
     algo = config.algo
-    assert (algo.smoothing, algo.smoothing_clip, algo.critic.tau, algo.v_per_step, algo.p_per_v) == (
-        1e-3,
-        0.5,
-        0.1,
-        2,
-        0.5,
-    )
+    assert (algo.smoothing, algo.smoothing_clip) == (1e-3, 0.5)
+    assert (algo.critic.tau, algo.v_per_step, algo.p_per_v) == (0.1, 2, 0.5)
     for net in (value.state.critic, value.state.target):
         net.module.net[-1].weight.data.mul_(30)  # distributions of all shapes
-    critics, targets = members(value.state.critic.module), members(value.state.target.module)
-    actor = copy.deepcopy(value.state.policy.net).requires_grad_(True)  # the policy at the start
+    critics, targets = members(value.state.critic), members(value.state.target)
+    actor = separate(value.state.policy)
     critic_optim = torch.optim.AdamW([p for c in critics for p in c.parameters()], lr=3e-4, weight_decay=0.1)
     actor_optim = torch.optim.AdamW(actor.parameters(), lr=3e-4, weight_decay=0.1)
     atoms, changed = torch.linspace(-2, 2, 11).double(), 0
-    gen, noise, theirs = (
-        torch.Generator().manual_seed(5),
-        torch.Generator().manual_seed(1),
-        torch.Generator().manual_seed(1),
-    )
+    gen, noise, theirs = (torch.Generator().manual_seed(seed) for seed in (5, 1, 1))
     for update, batch in enumerate(itertools.islice(batches(gen), UPDATES)):
         metrics = value.update(value.state, batch, value.settings, noise)
         with torch.no_grad():
@@ -331,9 +299,8 @@ def test_fasttd3():
             goal = torch.empty(B, 11).double()
             for i in range(B):
                 support = [(batch.reward[i] + batch.discount[i] * z).item() for z in atoms]
-                ends = [
-                    torch.tensor(c51_projection(support, h[i].tolist(), atoms.tolist()), dtype=h.dtype) for h in heads
-                ]
+                projected = [c51_projection(support, h[i].tolist(), atoms.tolist()) for h in heads]
+                ends = torch.tensor(projected, dtype=torch.float64)
                 goal[i] = min(ends, key=lambda p: float(p @ atoms))
                 before, after = (float((one - two) @ atoms) for one, two in (ends, [head[i] for head in heads]))
                 changed += before * after < -1e-3
@@ -341,15 +308,10 @@ def test_fasttd3():
         loss = sum(-(goal * F.log_softmax(critic(x), -1)).sum(-1).mean() for critic in critics)
         critic_optim.zero_grad()
         loss.backward()
-        assert metrics["loss/critic"].item() == pytest.approx(loss.item(), abs=6e-8)
-        grads = torch.cat([p.grad.reshape(-1) for c in critics for p in c.parameters()])
-        assert metrics["grad_norm/critic"].item() == pytest.approx(math.sqrt(float(grads @ grads)), abs=6e-8)
+        assert_same_loss(metrics, "critic", loss, critics, 6e-8)
         assert_same_gradients(value.state.critic.module, critics)
         critic_optim.step()
-        with torch.no_grad():
-            for critic, target in zip(critics, targets, strict=True):
-                for p, q in zip(critic.parameters(), target.parameters(), strict=True):
-                    q += 0.1 * (p - q)
+        follow(targets, critics, 0.1)
         exchange(value, improve)
         if update % 2:
             obs = ObsBatch(batch.obs, batch.mask, batch.weight)
@@ -364,9 +326,9 @@ def test_fasttd3():
             assert_same_gradients(improve.state.policy.module, [actor])
             exchange(value, improve)
     assert changed > 0  # rows for which the other head would be chosen before the projection
-    assert_equal_networks(value.state.critic.module, critics)
-    assert_equal_networks(value.state.target.module, targets)
-    assert_equal_networks(improve.state.policy.module, [actor])
+    assert_same(value.state.critic.module, critics, atol=1e-7)
+    assert_same(value.state.target.module, targets, atol=1e-7)
+    assert_same(improve.state.policy.module, [actor], atol=1e-7)
 
 
 # -- recipes with a Gaussian policy ------------------------------------------------------------------------------------
@@ -445,6 +407,11 @@ def separate(net: nn.Module, e: int | None = None) -> nn.Sequential:
     return nn.Sequential(*(alone(module, e) for module in net.net))
 
 
+def members(ensemble: Flat) -> list[nn.Sequential]:
+    """Return the two critics of an ensemble as networks of their own, with copies of its weights."""
+    return [separate(ensemble.module, e) for e in range(2)]
+
+
 def set_mode(net: nn.Module, training: bool) -> nn.Module:
     for module in net.modules():
         if isinstance(module, Norm):
@@ -519,9 +486,7 @@ def test_gaussian_recipes(name):
     horizon = ["algo.lr_updates=40"] if name in ("flashsac", "xqc") else []
     config, value, improve = learners(f"algo={name}", *words, *hidden, *horizon, spec=JOINTS)
     shape = {"clip": name == "xqc", "scale": (1.0, 4.0, 20.0) if name == "fastsac" else (1.0,)}
-    critics = [separate(value.state.critic.module, e) for e in range(2)]
-    targets = [separate(value.state.target.module, e) for e in range(2)]
-    actor = separate(value.state.policy)
+    critics, targets, actor = members(value.state.critic), members(value.state.target), separate(value.state.policy)
     assert config.algo.alpha == first
     alpha = nn.Parameter(torch.tensor([first]).double().log())
     critic_optim = torch.optim.AdamW([p for c in critics for p in c.parameters()], 1.0, betas, weight_decay=decay)
@@ -577,18 +542,13 @@ def test_gaussian_recipes(name):
             loss = sum(-(goal * log).sum(-1).mean() for goal, log in zip(goals, logs, strict=True))
         critic_optim.zero_grad()
         loss.backward()
-        assert metrics["loss/critic"].item() == pytest.approx(loss.item(), abs=1e-6)
-        grads = torch.cat([p.grad.reshape(-1) for c in critics for p in c.parameters()])
-        assert metrics["grad_norm/critic"].item() == pytest.approx(math.sqrt(float(grads @ grads)), abs=1e-6)
+        assert_same_loss(metrics, "critic", loss, critics, 1e-6)
         assert_same_gradients(value.state.critic.module, critics)
         critic_optim.param_groups[0]["lr"] = rate(name, update)
         critic_optim.step()
         for net in critics:
             normalize_weights(net, unit)
-        with torch.no_grad():
-            for critic, target in zip(critics, targets, strict=True):
-                for p, q in zip(critic.parameters(), target.parameters(), strict=True):
-                    q += tau * (p - q)
+        follow(targets, critics, tau)
         if name in ("fastsac", "pql2"):
             temper(log_prob, update)
         exchange(value, improve)
@@ -629,12 +589,27 @@ def assert_same_gradients(ours: nn.Module, theirs: list[nn.Sequential]):
             torch.testing.assert_close(a.data, b.grad, rtol=1e-6, atol=1e-7)
 
 
-def assert_same(ours: nn.Module, theirs: list[nn.Sequential], statistics: bool = True):
+def assert_same_loss(metrics, name: str, loss, nets: list[nn.Sequential], atol: float):
+    """Our loss and gradient norm, and those of separate networks."""
+    assert metrics[f"loss/{name}"].item() == pytest.approx(loss.item(), abs=atol)
+    grads = torch.cat([p.grad.reshape(-1) for net in nets for p in net.parameters()])
+    assert metrics[f"grad_norm/{name}"].item() == pytest.approx(math.sqrt(float(grads @ grads)), abs=atol)
+
+
+@torch.no_grad()
+def follow(targets: Sequence[nn.Module], nets: Sequence[nn.Module], tau: float) -> None:
+    """Move every parameter of the targets towards that of the networks."""
+    for target, net in zip(targets, nets, strict=True):
+        for p, q in zip(net.parameters(), target.parameters(), strict=True):
+            q += tau * (p - q)
+
+
+def assert_same(ours: nn.Module, theirs: list[nn.Sequential], statistics: bool = True, atol: float = 1e-6):
     """Weights and running statistics of our network or ensemble, and of separate networks."""
     for e, net in enumerate(theirs):
         mine = separate(ours, e if len(theirs) > 1 else None)
         for a, b in zip(mine.parameters(), net.parameters(), strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+            torch.testing.assert_close(a, b, rtol=0, atol=atol)
         norms = [[m for m in one.modules() if isinstance(m, Norm)] for one in (mine, net)]
         for a, b in zip(*norms, strict=True):
             if statistics:
@@ -650,11 +625,8 @@ def test_learning_rates_at_the_end_of_a_run(preset, ends):
     critic, policy = value.state.optimizer, improve.state.optimizer
     total = torch.tensor(float(config.algo.lr_updates))
     own = total * config.algo.p_per_v
-    for optimizer, count, end in (
-        (critic, total, ends[0]),
-        (policy, own, ends[1]),
-        (improve.state.temperature_optimizer, own, ends[1]),
-    ):
+    temperature = improve.state.temperature_optimizer
+    for optimizer, count, end in ((critic, total, ends[0]), (policy, own, ends[1]), (temperature, own, ends[1])):
         assert 3e-4 * float(optimizer.schedule(count)) == pytest.approx(end, rel=1e-6)
 
 
@@ -775,9 +747,7 @@ def test_squint():
     algo = config.algo
     assert (algo.gamma, algo.batch_size, algo.n_step, algo.alpha) == (0.9, 512, 1, 1)
     eye, old = eye_of(value.state.critic.module), eye_of(value.state.target.module)
-    critics = [separate(value.state.critic.module, e) for e in range(2)]
-    targets = [separate(value.state.target.module, e) for e in range(2)]
-    actor = separate(value.state.policy)
+    critics, targets, actor = members(value.state.critic), members(value.state.target), separate(value.state.policy)
     alpha = nn.Parameter(torch.zeros(1).double())  # log(1)
     critic_optim = torch.optim.Adam([p for net in (eye, *critics) for p in net.parameters()], 3e-4)
     actor_optim, alpha_optim = torch.optim.Adam(actor.parameters(), 3e-4), torch.optim.Adam([alpha], 3e-4)
@@ -792,10 +762,8 @@ def test_squint():
             goals = [torch.empty(B, 11).double() for _ in range(2)]
             for goal, target in zip(goals, targets, strict=True):
                 probs = F.softmax(target(torch.cat((old(ahead), action), 1)), -1)
-                for i in range(B):
-                    support = [
-                        float(batch.reward[i] + batch.discount[i] * (z - alpha.exp() * log_prob[i])) for z in atoms
-                    ]
+                for i, bonus in enumerate(-alpha.exp() * log_prob):
+                    support = [float(batch.reward[i] + batch.discount[i] * (z + bonus)) for z in atoms]
                     goal[i] = torch.tensor(c51_projection(support, probs[i].tolist(), atoms.tolist()))
         x = torch.cat((eye(obs), batch.action), 1)
         logs = [F.log_softmax(critic(x), -1) for critic in critics]
@@ -807,10 +775,7 @@ def test_squint():
             torch.testing.assert_close(p.grad, q.grad, rtol=1e-6, atol=1e-7)
         critic_optim.step()
         assert metrics["loss/critic"].item() == pytest.approx(loss.item(), abs=1e-6)
-        with torch.no_grad():
-            for net, target in zip((eye, *critics), (old, *targets), strict=True):
-                for p, q in zip(net.parameters(), target.parameters(), strict=True):
-                    q += 0.01 * (p - q)
+        follow((old, *targets), (eye, *critics), 0.01)
         alpha_optim.zero_grad()
         (alpha.exp() * (-log_prob.mean() + A)).sum().backward()  # target entropy: -A
         alpha_optim.step()
@@ -879,10 +844,7 @@ def test_epsilons_are_those_of_the_page():
     norm.freeze()
     assert norm({"policy": torch.tensor([[0.01]])})["policy"].item() == pytest.approx(1, abs=1e-4)
     assert (0.01 / math.sqrt(1e-4 + 1e-4), 0.01 / (0.01 + 0.01)) == pytest.approx((0.7071, 0.5), abs=1e-4)
-    for words, kind, epsilon in (
-        (["algo=xqc"], BatchNorm, 1e-5),
-        (["algo=simba_sac"], nn.LayerNorm, 1e-5),
-    ):
+    for words, kind, epsilon in ((["algo=xqc"], BatchNorm, 1e-5), (["algo=simba_sac"], nn.LayerNorm, 1e-5)):
         policy, _ = make_networks(compose(["device=cpu", *words]), SPEC, 3)
         assert {layer.eps for layer in policy.modules() if isinstance(layer, kind)} == {epsilon}
     assert Layers((4,), layer_norm=True, norm="rms").norm == "rms"
@@ -927,10 +889,7 @@ COMPARED = {  # rows of docs/recipes.md that say "the same", by the test that co
         GAUSS: "networks; target; log sigma",
         "test_learning_rates_at_the_end_of_a_run": "learning rate",
     },
-    "SimBa's SAC": {
-        VALUES: "temperature",
-        GAUSS: "networks; optimiser",
-    },
+    "SimBa's SAC": {VALUES: "temperature", GAUSS: "networks; optimiser"},
     "Squint": {
         VALUES: "environments, replay; gamma, n-step; images; log sigma; batch, updates",
         "test_squint": "convolutions; who trains the encoder; networks; target; temperature; optimiser",

@@ -13,7 +13,7 @@ from histories import CPU, Column
 from oracles import bin_masses, known_end, soft_lambda_return
 from ppo_runs import learned_with
 from reppo_runs import EVERY_VARIANT, config_of, short_of
-from run_files import points, resume, rows
+from run_files import rows
 from test_rollout import make_rollout, record
 from torch import Generator, nn
 
@@ -29,7 +29,6 @@ from pql.nets.distributions import DiagGaussian
 from pql.nets.mlp import Layers, NetInput, RMSNorm, mlp
 from pql.run.build import build
 from pql.run.policy import fresh_policy, load_policy, snapshot
-from pql.run.store import checkpoint
 
 # -- targets ----------------------------------------------------------------------------------------------------------
 
@@ -451,26 +450,9 @@ def test_a_policy_acts_as_the_collector_would_without_noise(variant):
 
 
 WORDS = (
-    "algo=reppo",
-    "task=pendulum",
-    "scale=cpu",
-    "device=cpu",
-    "num_envs=16",
-    "algo.policy.hidden=[8]",
-    "algo.critic.hidden=[8,8]",
-    "algo.critic.atoms=21",
-    "algo.horizon=4",
-    "algo.epochs=2",
-    "algo.minibatches=2",
-    "algo.warmup_steps=8",
-    "algo.anneal_steps=2000",
-    "task.kwargs.max_episode_steps=11",
-    "eval.num_envs=2",
-    "eval.every_seconds=null",
-    "checkpoint.every_seconds=null",
-    "logger.every_seconds=0.02",
-    "placement.threads.collector=1",
-    "placement.threads.v=1",
+    *("algo=reppo", "task=pendulum", "task.kwargs.max_episode_steps=11", *run_files.QUICK),
+    *("algo.policy.hidden=[8]", "algo.critic.hidden=[8,8]", "algo.critic.atoms=21"),
+    *("algo.horizon=4", "algo.epochs=2", "algo.minibatches=2", "algo.anneal_steps=2000"),
 )
 
 
@@ -480,12 +462,8 @@ def run(run_dir, *more):
 
 @pytest.mark.fault(14, form="reppo", count=10)
 def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, trial):
-    steps = [16 * (8 + 4 * n) for n in (4, 8)]
-    run(tmp_path / "whole", f"seed={trial}", f"budget.env_steps={steps[1]}")
-    run(tmp_path / "parts", f"seed={trial}", f"budget.env_steps={steps[0]}")
-    resume(tmp_path / "parts", f"budget.env_steps={steps[1]}")
-    one, two = (checkpoint.load(points(tmp_path / k)[-1])[0] for k in ("whole", "parts"))
-    assert differences(one, two) == []
+    half, full = (16 * (8 + 4 * n) for n in (4, 8))
+    _, one, _ = run_files.whole_and_resumed(tmp_path, [*WORDS, f"seed={trial}"], half, full)
     state = "learners/learner/state/"
     assert {f"{state}{k}" for k in ("critic/zero", "multipliers/log_beta", "critic_optimizer/mean")} <= {*one}
     assert not any("atoms" in k for k in one)
@@ -494,35 +472,29 @@ def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, trial):
     names = ("loss/critic", "loss/embedding", "loss/policy", "policy/kl", "policy/alpha", "policy/beta", "policy/lr")
     assert {*names, "rollout/bootstrap_lost", "value/q"} <= {*log[-1]}
     assert load_policy(tmp_path / "whole")(torch.randn(3, 3)).shape == (3, 1)
-    again = run(tmp_path / "new", f"budget.env_steps={steps[0]}", f"init_from={tmp_path / 'whole'}")
-    assert again.env_steps == steps[0]
+    again = run(tmp_path / "new", f"budget.env_steps={half}", f"init_from={tmp_path / 'whole'}")
+    assert again.env_steps == half
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("algo.minibatches=5",), "algo.minibatches=5: expected a divisor of num_envs=16 x algo.horizon=4"),
-        (("task=cartpole",), "task=cartpole: expected a task with bounded continuous actions"),
-        (("algo.clip=0.1",), "algo.clip=0.1: expected no such setting: algo=reppo does not read it; ppo would"),
-        (
-            ("algo.v_per_step=2",),
-            "v_per_step=2: expected no such setting: algo=reppo does not read it: see algo.epochs",
-        ),
-        (("algo.schedule=concurrent",), "expected lockstep: reppo learns from what its policy did"),
-        (("algo.critic.hidden=[]",), "algo.critic.hidden=[]: expected at least one width: the last is the embedding's"),
-        (("algo.critic.v_min=200",), "algo.critic.v_min=200.0: expected below algo.critic.v_max=150"),
-        (
-            ("algo.critic.layer_norm=false", "algo.critic.norm=layer"),
-            "norm=layer: expected algo.critic.layer_norm=true",
-        ),
-        (("algo.kl_bound=0",), "algo.kl_bound=0.0: expected a number above 0 up to 100"),
-        (("algo.td_lambda=1.5",), "algo.td_lambda=1.5: expected a number from 0 up to 1"),
-        (("algo.kl_samples=0",), "algo.kl_samples=0: expected a number from 1 up to 1000"),
+        ("algo.minibatches=5", "algo.minibatches=5: expected a divisor of num_envs=16 x algo.horizon=4"),
+        ("task=cartpole", "task=cartpole: expected a task with bounded continuous actions"),
+        ("algo.clip=0.1", "algo.clip=0.1: expected no such setting: algo=reppo does not read it; ppo would"),
+        ("algo.v_per_step=2", "v_per_step=2: expected no such setting: algo=reppo does not read it: see algo.epochs"),
+        ("algo.schedule=concurrent", "expected lockstep: reppo learns from what its policy did"),
+        ("algo.critic.hidden=[]", "algo.critic.hidden=[]: expected at least one width: the last is the embedding's"),
+        ("algo.critic.v_min=200", "algo.critic.v_min=200.0: expected below algo.critic.v_max=150"),
+        ("algo.critic.layer_norm=false algo.critic.norm=layer", "norm=layer: expected algo.critic.layer_norm=true"),
+        ("algo.kl_bound=0", "algo.kl_bound=0.0: expected a number above 0 up to 100"),
+        ("algo.td_lambda=1.5", "algo.td_lambda=1.5: expected a number from 0 up to 1"),
+        ("algo.kl_samples=0", "algo.kl_samples=0: expected a number from 1 up to 1000"),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(tmp_path, capsys, words, message):
-    known = [w for w in WORDS if not (words == ("task=cartpole",) and w.startswith("task"))]
-    assert main(["train", *known, f"run_dir={tmp_path}", "budget.env_steps=1000", *words]) == 2
+    known = [w for w in WORDS if not (words == "task=cartpole" and w.startswith("task"))]
+    assert main(["train", *known, f"run_dir={tmp_path}", "budget.env_steps=1000", *words.split()]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -558,15 +530,9 @@ def test_reppo_swings_the_pendulum_up(learns):
 
 def swing_up(seed):
     task = {"name": "pendulum", "reward_scale": 0.1, "kwargs": {"stagger": True}}
-    algo = {
-        "gamma": 0.95,
-        "horizon": 16,
-        "epochs": 4,
-        "minibatches": 4,
-        "alpha": 0.2,
-        "critic": {"hidden": [32, 32], "atoms": 31, "v_min": -25.0, "v_max": 5.0},
-        "policy": {"hidden": [32, 32]},
-    }
+    critic, policy = {"hidden": [32, 32], "atoms": 31, "v_min": -25.0, "v_max": 5.0}, {"hidden": [32, 32]}
+    algo = {"gamma": 0.95, "horizon": 16, "epochs": 4, "minibatches": 4, "alpha": 0.2, "critic": critic}
+    algo["policy"] = policy
     parts = start(config_of({"task": task, "num_envs": 64, "seed": seed, "algo": algo}), Inline())
     assert score(parts) < -700  # untrained: it hangs
     return train_until(parts, -450, 50)

@@ -9,7 +9,7 @@ import run_files
 import torch
 from conftest import bits, differences, go_on, small_config, start, ticks
 from dqn_runs import EVERY_VARIANT, PIXELS, VARIANTS, config_of
-from run_files import manifest, points, resume, rows, words
+from run_files import manifest, points, rows, words
 from sampling import sample
 
 import pql
@@ -26,7 +26,6 @@ from pql.run.episodes import EpisodeRules, random_actions, run_episodes
 from pql.run.evaluation import EvaluationPlan, evaluate_saved
 from pql.run.policy import fresh_policy, load_policy, snapshot
 from pql.run.session import Session
-from pql.run.store import checkpoint
 
 TICKS = 25
 
@@ -217,23 +216,8 @@ def test_new_rows_come_up_as_soon_as_they_are_complete():
 # -- runs and resuming ------------------------------------------------------------------------------------------------
 
 WORDS = (
-    "task=cartpole",
-    "scale=cpu",
-    "device=cpu",
-    "num_envs=16",
-    "replay.capacity=2048",
-    "algo.batch_size=16",
-    "algo.warmup_steps=8",
-    "algo.critic.hidden=[16]",
-    "algo.v_per_step=0.5",
-    "algo.target_period=64",
-    "eval.num_envs=2",
-    "eval.every_seconds=null",
-    "eval.final=false",
-    "checkpoint.every_seconds=null",
-    "logger.every_seconds=0.02",
-    "placement.threads.collector=1",
-    "placement.threads.v=1",
+    *("task=cartpole", *run_files.QUICK, "replay.capacity=2048", "algo.batch_size=16", "algo.v_per_step=0.5"),
+    *("algo.target_period=64", "eval.final=false"),
 )
 NAMES = [a for a in Presets().names("algo") if not a.endswith("_512")]  # those differ on task=atari alone
 FAMILY = [a for a in NAMES if compose(["device=cpu", "scale=cpu", f"algo={a}"]).algo.family == "dqn"]
@@ -256,10 +240,7 @@ def test_recorded_rows_are_in_the_tree_before_the_first_tick(tmp_path):
 
 
 RESIDUAL = (  # BTR with images, and vectors of the spectral norm
-    "task=catch",
-    "algo.encoder.kind=resnet",
-    "algo.encoder.channels=[4]",
-    "algo.encoder.pool=3",
+    *("task=catch", "algo.encoder.kind=resnet", "algo.encoder.channels=[4]", "algo.encoder.pool=3"),
     "algo.encoder.spectral_norm=true",
 )
 
@@ -268,14 +249,8 @@ RESIDUAL = (  # BTR with images, and vectors of the spectral norm
 @pytest.mark.parametrize("algo", sample(FAMILY, keep=["dqn", "btr", "apex"]))
 def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, algo, trial):
     more = (*(RESIDUAL if algo == "btr" else ()), f"seed={trial}")
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    steps = [16 * (8 + 2 * n) for n in (30, 60)]
-    train(whole, f"algo={algo}", *more, f"budget.env_steps={steps[1]}")
-    assert train(parts, f"algo={algo}", *more, f"budget.env_steps={steps[0]}").env_steps == steps[0]
-    second = resume(parts, f"budget.env_steps={steps[1]}")
-    (a, facts_a), (b, facts_b) = checkpoint.load(points(whole)[-1]), checkpoint.load(points(parts)[-1])
-    assert differences(a, b) == []
-    assert facts_a["sha256"] == facts_b["sha256"]
+    half, full = (16 * (8 + 2 * n) for n in (30, 60))
+    second, a, _ = run_files.whole_and_resumed(tmp_path, [*WORDS, f"algo={algo}", *more], half, full)
     assert any("priorities/tree" in k for k in a) == (algo in ("rainbow", "eps_rainbow", "apex", "btr"))
     assert (second.updates_v, second.updates_p) == (60, 0)
 
@@ -286,19 +261,9 @@ def test_a_run_writes_what_every_run_writes(tmp_path):
     assert log[-1]["updates/v"] == summary.updates_v == (summary.env_steps // 16 - 8) // 2
     assert (log[-1]["ratio/v_per_step"], log[-1]["updates/p"]) == (0.5, 0)
     names = {k for row in log for k in row}
-    assert {
-        "busy/collector",
-        "busy/v",
-        "loss/critic",
-        "value/q",
-        "value/td_error",
-        "grad_norm/critic",
-        "replay/beta",
-        "explore/epsilon",
-        "replay/weight_mean",
-        "train/return_mean",
-        "replay/bootstrap_lost",
-    } <= names
+    assert {"busy/collector", "busy/v", "loss/critic", "value/q", "value/td_error", "grad_norm/critic"} <= names
+    replay = {"replay/beta", "replay/weight_mean", "replay/bootstrap_lost"}
+    assert {"explore/epsilon", "train/return_mean", *replay} <= names
     assert manifest(tmp_path / "checkpoints" / "last")["spec"]["action"] == {"discrete": 2}
     for kind in (tmp_path / "checkpoints" / "last", points(tmp_path)[-1]):  # a policy checkpoint and a resume point
         action = load_policy(kind)(torch.zeros(3, 4))
@@ -511,14 +476,8 @@ def test_a_tasks_own_settings_are_the_same_at_every_scale(task, algo):
 
 
 def test_settings_that_another_one_switches_on_are_read():
-    words = [
-        "algo.priority.alpha=0.6",
-        "algo.priority.beta=0.5",
-        "algo.critic.atoms=5",
-        "algo.critic.v_max=3",
-        "algo.epsilon.kind=ladder",
-        "algo.epsilon.base=0.3",
-    ]
+    words = ["algo.priority.alpha=0.6", "algo.priority.beta=0.5", "algo.critic.atoms=5", "algo.critic.v_max=3"]
+    words += ["algo.epsilon.kind=ladder", "algo.epsilon.base=0.3"]
     config = compose(["device=cpu", "algo=dqn", "task=cartpole", *words]).algo
     assert (config.priority.beta, config.critic.v_max, config.epsilon.base) == (0.5, 3, 0.3)
 

@@ -3,12 +3,13 @@
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import nn
 
-from pql.engine.central import Central, CentralOptimizer, ReplicaStopped, Turns
+from pql.engine.central import Central, CentralOptimizer, ReplicaStopped, ReplicaTurns
 from pql.engine.flat import Flat
 from pql.engine.optim import AdamW, Optimizer, RMSProp
 from pql.nets.mlp import Layers, mlp
@@ -22,6 +23,12 @@ KINDS = {
 def flat(seed=0):
     torch.manual_seed(seed)
     return Flat(mlp(7, Layers((20, 13)), 3), trained=True)  # 475 parameters: seven chunks of 64, and one of 27
+
+
+def in_threads(work, numbers):
+    """Run ``work(number)`` for every number in a thread of its own."""
+    with ThreadPoolExecutor(len(numbers)) as pool:
+        list(pool.map(work, numbers))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -116,11 +123,7 @@ def push_from_threads(locked, workers=4, pushes=30):
             optimizer.pull()
             torn.extend(c.part for c in central.chunks if len(optimizer.flat.data[c.part].unique()) > 1)
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(workers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, range(workers))
     return central, torn
 
 
@@ -149,11 +152,7 @@ def test_every_chunks_count_is_the_number_of_gradients_in_its_moments():
             mine.flat.data.grad.fill_(0.5)
             mine.step()
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, range(4))
     assert [int(c.state["count"]) for c in central.chunks] == [100] * 8
     torch.testing.assert_close(central.data, torch.full((475,), -0.1), rtol=1e-4, atol=0)
 
@@ -172,31 +171,24 @@ def test_lag_is_the_pushes_of_others_since_the_last_read():
         one.step()
     c.pull()
     c.step()
-    assert [a.drain_lags(), b.drain_lags(), c.drain_lags()] == [
-        Counter({0: 2, 1: 1}),
-        Counter({1: 1, 3: 1}),
-        Counter({4: 1, 0: 1}),
-    ]
+    wanted = [Counter({0: 2, 1: 1}), Counter({1: 1, 3: 1}), Counter({4: 1, 0: 1})]
+    assert [one.drain_lags() for one in (a, b, c)] == wanted
 
 
 def test_turns_let_threads_by_in_their_order():
-    turns, seen = Turns(3), []
+    turns, seen = ReplicaTurns(3), []
 
     def work(number):
         for _ in range(20):
             with turns.of(number):
                 seen.append(number)
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in (2, 0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, (2, 0, 1))
     assert seen == [0, 1, 2] * 20
 
 
 def test_halted_turns_wake_who_waits_and_stop_who_comes():
-    turns, caught = Turns(2), []
+    turns, caught = ReplicaTurns(2), []
 
     def wait():
         try:

@@ -98,11 +98,7 @@ def receiver(node: ast.expr) -> str:
 
 def absent(timeout: ast.expr | None) -> bool:
     """Return True for no timeout, None, and a negative number."""
-    return (
-        timeout is None
-        or (isinstance(timeout, ast.Constant) and timeout.value is None)
-        or ast.unparse(timeout)[0] == "-"
-    )
+    return timeout is None or ast.unparse(timeout) == "None" or ast.unparse(timeout)[0] == "-"
 
 
 def waits(call: ast.AST) -> bool:
@@ -499,18 +495,8 @@ def awaiting_a_learner(tmp_path, monkeypatch):
 
 
 WAITS = [
-    stepping,
-    saving,
-    ticking,
-    streaming,
-    watching_runs,
-    filming,
-    awaiting_a_run,
-    awaiting_a_tracker,
-    awaiting_a_simulator_s_process,
-    awaiting_actors,
-    awaiting_an_actor_of_a_group,
-    awaiting_a_learner,
+    *(stepping, saving, ticking, streaming, watching_runs, filming, awaiting_a_run, awaiting_a_tracker),
+    *(awaiting_a_simulator_s_process, awaiting_actors, awaiting_an_actor_of_a_group, awaiting_a_learner),
 ]
 
 

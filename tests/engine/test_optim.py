@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -36,6 +37,23 @@ def flat_values(module):
     return torch.cat([p.detach().reshape(-1) for p in module.parameters()])
 
 
+def backward(gen, *pairs):
+    """Give every (module, optimizer) the gradient of the same regression on rows of ``gen``."""
+    x, y = torch.randn(16, 3, generator=gen), torch.randn(16, 2, generator=gen)
+    for module, optimizer in pairs:
+        optimizer.zero_grad()
+        (module(x) - y).square().mean().backward()
+
+
+def moved(optimizer, *skip):
+    """Return how far a step on gradients of 1 goes downwards."""
+    data = optimizer.flat.data
+    before = data.detach().clone()
+    data.grad.fill_(1.0)
+    optimizer.step(*skip)
+    return before - data.detach()
+
+
 # --- AdamW ---
 
 
@@ -50,13 +68,9 @@ def test_adamw_equals_torch_and_the_algorithm(clip, decay):
     oracle = SlowAdamW(3e-3, decay, clip)
     gen, clipped = torch.Generator().manual_seed(1), 0
     for _ in range(20):
-        x, y = torch.randn(16, 3, generator=gen), torch.randn(16, 2, generator=gen)
-        mine.zero_grad()
-        (module(x) - y).square().mean().backward()
+        backward(gen, (module, mine), (theirs, other))
         slow = oracle.step(slow, flat_grads(module).double().tolist())
         norm = mine.step()
-        other.zero_grad()
-        (theirs(x) - y).square().mean().backward()
         want = nn.utils.clip_grad_norm_(theirs.parameters(), clip if clip is not None else float("inf"))
         other.step()
         clipped += clip is not None and norm.item() > clip
@@ -81,18 +95,13 @@ def test_a_schedule_is_torchs_and_ends(kind):
         schedule = torch.optim.lr_scheduler.LinearLR(other, 1.0, 0.25, 12)
     gen = torch.Generator().manual_seed(1)
     for step in range(16):
-        x, y = torch.randn(16, 3, generator=gen), torch.randn(16, 2, generator=gen)
-        mine.zero_grad()
-        (module(x) - y).square().mean().backward()
+        backward(gen, (module, mine), (theirs, other))
         mine.step()
-        other.zero_grad()
-        (theirs(x) - y).square().mean().backward()
-        if step < 12:
-            other.step()
-            schedule.step()
-        else:
+        if step >= 12:
             other.param_groups[0]["lr"] = 0.25 * 3e-3
-            other.step()
+        other.step()
+        if step < 12:
+            schedule.step()
         torch.testing.assert_close(flat_values(module), flat_values(theirs), rtol=0, atol=1e-6)
     factors = [mine.schedule(torch.tensor(float(k))).item() for k in (0, 6, 12, 100)]
     assert factors == pytest.approx([1.0, 0.625, 0.25, 0.25])
@@ -143,33 +152,10 @@ def test_learning_rates_of_q_networks_fall_within_the_updates(family, kind, thir
     assert rates == sorted(rates, reverse=True)
 
 
-def test_radam_equals_torch():
-    """Their eps stand in different places: none matters here. The factor appears with the sixth step."""
-    module = net()
-    theirs, flat = copy.deepcopy(module), Flat(module, trained=True)
-    mine = RAdam(flat, 3e-3, 0.5, eps=1e-12)
-    other = torch.optim.RAdam(theirs.parameters(), lr=3e-3, eps=1e-12, foreach=False)
-    gen = torch.Generator().manual_seed(1)
-    for _ in range(30):
-        x, y = torch.randn(16, 3, generator=gen), torch.randn(16, 2, generator=gen)
-        for model, optimizer in ((module, mine), (theirs, other)):
-            optimizer.zero_grad()
-            (model(x) - y).square().mean().backward()
-        mine.step()
-        nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
-        other.step()
-        torch.testing.assert_close(flat_values(module), flat_values(theirs), rtol=0, atol=2e-6)
-
-
 def test_radam_by_hand():
     """Gradients of 1: both corrected moments are 1, so a step is lr, then lr times the factor of the paper."""
-    flat = Flat(net(), trained=True)
-    optimizer, steps = RAdam(flat, 1e-3), []
-    for _ in range(6):
-        flat.data.grad.fill_(1.0)
-        before = flat.data[0].item()
-        optimizer.step()
-        steps.append(before - flat.data[0].item())
+    optimizer = RAdam(Flat(net(), trained=True), 1e-3)
+    steps = [moved(optimizer)[0].item() for _ in range(6)]
     rho, longest = 1999 - 2 * 6 * 0.999**6 / (1 - 0.999**6), 1999
     factor = ((rho - 4) * (rho - 2) * longest / ((longest - 4) * (longest - 2) * rho)) ** 0.5
     assert rho == pytest.approx(5.99, abs=0.01)
@@ -177,22 +163,26 @@ def test_radam_by_hand():
     assert steps == pytest.approx([1e-3] * 5 + [factor * 1e-3], abs=1e-7)
 
 
-@pytest.mark.parametrize("clip", [None, 0.5])
-def test_rmsprop_equals_torch(clip):
+@pytest.mark.parametrize(
+    ("kind", "theirs", "steps", "clip", "settings"),
+    [
+        (RAdam, torch.optim.RAdam, 30, 0.5, {"eps": 1e-12}),  # eps stand in different places: none matters here
+        (RMSProp, partial(torch.optim.RMSprop, alpha=0.99), 20, None, {"eps": 1e-5}),
+        (RMSProp, partial(torch.optim.RMSprop, alpha=0.99), 20, 0.5, {"eps": 1e-5}),
+    ],
+)
+def test_radam_and_rmsprop_equal_torchs(kind, theirs, steps, clip, settings):
+    """RAdam's factor appears with the sixth step."""
     module = net()
-    theirs, flat = copy.deepcopy(module), Flat(module, trained=True)
-    mine = RMSProp(flat, 3e-3, clip)
-    other = torch.optim.RMSprop(theirs.parameters(), lr=3e-3, alpha=0.99, eps=1e-5, foreach=False)
+    copied, flat = copy.deepcopy(module), Flat(module, trained=True)
+    mine, other = kind(flat, 3e-3, clip, **settings), theirs(copied.parameters(), lr=3e-3, foreach=False, **settings)
     gen = torch.Generator().manual_seed(1)
-    for _ in range(20):
-        x, y = torch.randn(16, 3, generator=gen), torch.randn(16, 2, generator=gen)
-        for model, optimizer in ((module, mine), (theirs, other)):
-            optimizer.zero_grad()
-            (model(x) - y).square().mean().backward()
+    for _ in range(steps):
+        backward(gen, (module, mine), (copied, other))
         mine.step()
-        nn.utils.clip_grad_norm_(theirs.parameters(), clip if clip is not None else float("inf"))
+        nn.utils.clip_grad_norm_(copied.parameters(), clip if clip is not None else float("inf"))
         other.step()
-        torch.testing.assert_close(flat_values(module), flat_values(theirs), rtol=0, atol=2e-6)
+        torch.testing.assert_close(flat_values(module), flat_values(copied), rtol=0, atol=2e-6)
 
 
 def test_tensorflows_rmsprop_has_eps_under_the_root_and_begins_with_one():
@@ -208,25 +198,19 @@ def test_tensorflows_rmsprop_has_eps_under_the_root_and_begins_with_one():
 
 
 def test_radam_may_begin_with_a_skipped_step():
-    flat = Flat(net(), trained=True)
-    optimizer, before = RAdam(flat, 1e-3), flat.data.detach().clone()
-    flat.data.grad.fill_(1.0)
-    optimizer.step(torch.tensor(1.0))
-    assert torch.equal(flat.data, before)
-    optimizer.step(torch.tensor(0.0))
-    torch.testing.assert_close(before - flat.data, torch.full_like(before, 1e-3), rtol=0, atol=1e-7)
+    optimizer = RAdam(Flat(net(), trained=True), 1e-3)
+    assert (moved(optimizer, torch.tensor(1.0)) == 0).all()
+    distance = moved(optimizer, torch.tensor(0.0))
+    torch.testing.assert_close(distance, torch.full_like(distance, 1e-3), rtol=0, atol=1e-7)
 
 
 @pytest.mark.parametrize(("kind", "size"), [(AdamW, 1e-3 / 1.5), (RMSProp, 1e-3 / (0.1 + 0.5))])
 def test_eps_stands_beside_the_root(kind, size):
     for eps, want in ((0.5, size), (None, None)):
-        flat = Flat(net(), trained=True)
-        optimizer = kind(flat, 1e-3, eps=eps)
-        before = flat.data.detach().clone()
-        flat.data.grad.fill_(1.0)
-        optimizer.step()  # Adam's corrected moments are 1 then, RMSProp's is 0.01
+        optimizer = kind(Flat(net(), trained=True), 1e-3, eps=eps)
+        distance = moved(optimizer)  # Adam's corrected moments are 1 then, RMSProp's is 0.01
         if want is not None:
-            torch.testing.assert_close(before - flat.data, torch.full_like(before, want), rtol=0, atol=1e-6)
+            torch.testing.assert_close(distance, torch.full_like(distance, want), rtol=0, atol=1e-6)
     assert optimizer.eps == {AdamW: 1e-8, RMSProp: 1e-5}[kind]
 
 
@@ -263,16 +247,11 @@ def test_a_step_that_is_not_skipped_is_a_step():
 
 
 def test_the_learning_rate_is_a_tensor_that_may_change_between_steps():
-    flat = Flat(net(), trained=True)
-    optimizer = AdamW(flat, 1e-3)
-    before = flat.data.detach().clone()
-    flat.data.grad.fill_(1.0)
-    optimizer.step()
-    torch.testing.assert_close(before - flat.data, torch.full_like(before, 1e-3), rtol=0, atol=1e-6)
-    optimizer.lr.fill_(5e-3)
-    before = flat.data.detach().clone()
-    optimizer.step()
-    torch.testing.assert_close(before - flat.data, torch.full_like(before, 5e-3), rtol=0, atol=1e-6)
+    optimizer = AdamW(Flat(net(), trained=True), 1e-3)
+    for rate in (1e-3, 5e-3):
+        optimizer.lr.fill_(rate)
+        distance = moved(optimizer)
+        torch.testing.assert_close(distance, torch.full_like(distance, rate), rtol=0, atol=1e-6)
 
 
 def test_optimizer_state_restores_in_place_and_continues_bit_for_bit():

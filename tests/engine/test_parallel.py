@@ -99,15 +99,8 @@ def collectives() -> dict[str, list[float]]:
 
 
 def test_collectives(both: Pair):
-    want = {
-        "sum": [2.0, 1.0],
-        "mean": [1.5, 4.0],
-        "weighted": [6.0],
-        "nothing": [0.0],
-        "number": [6.0],
-        "gather": [0.0, 2.0, 1.0, 2.0],
-        "reported": [7.0],
-    }
+    want = {"sum": [2.0, 1.0], "mean": [1.5, 4.0], "weighted": [6.0], "nothing": [0.0], "number": [6.0]}
+    want |= {"gather": [0.0, 2.0, 1.0, 2.0], "reported": [7.0]}
     assert both(collectives) == [want, want]
 
 
@@ -144,16 +137,9 @@ def test_bursts_on_a_device_follow_one_another(monkeypatch):
     for name in ("v", "p", "collector"):
         with Group(order=order).turn():
             notes.append(f"{name} works")
-    assert notes == [
-        "v works",
-        "v ends",
-        "p waits for v's end",
-        "p works",
-        "p ends",
-        "collector waits for p's end",
-        "collector works",
-        "collector ends",
-    ]
+    assert notes[:2] == ["v works", "v ends"]
+    assert notes[2:5] == ["p waits for v's end", "p works", "p ends"]
+    assert notes[5:] == ["collector waits for p's end", "collector works", "collector ends"]
 
 
 def test_a_learners_burst_takes_its_turn():
@@ -351,18 +337,9 @@ PPO = {
 
 def on_policy(setting: str) -> dict[str, dict[str, Tensor]]:
     """Three ticks' worth of updates on one segment: by one process on all, by both on halves."""
-    config = config_of(
-        {
-            "task": {"kwargs": {"max_episode_steps": 5, "stagger": True}},
-            "algo": {
-                "normalize_reward": True,
-                "policy": {"lr": 3e-3, "grad_clip": 0.05},
-                "minibatches": 1,
-                "epochs": 4,
-                **PPO[setting],
-            },
-        }
-    )
+    algo = {"normalize_reward": True, "policy": {"lr": 3e-3, "grad_clip": 0.05}, "minibatches": 1, "epochs": 4}
+    task = {"kwargs": {"max_episode_steps": 5, "stagger": True}}
+    config = config_of({"task": task, "algo": {**algo, **PPO[setting]}})
     parts = start(config, Inline())
     parts.workers["collector"].run(8)
     learner = parts.learners["learner"]

@@ -140,8 +140,7 @@ def test_mistakes_are_one_line(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("given", "found"),
-    [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "PASSIVE"}, None)],
+    ("given", "found"), [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "PASSIVE"}, None)]
 )
 def test_idle_threads_of_torch_leave_the_cores_to_the_simulator(given: dict[str, str], found: str | None) -> None:
     kept = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}

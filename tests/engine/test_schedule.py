@@ -226,11 +226,7 @@ def test_streams_order_every_cross_worker_read(order):
     assert min(behind) > 0
     # busy time comes from the device's own clock: ten settled ticks, one (fake) second between a job's two events
     busy = {name: worker.busy for name, worker in parts.workers.items()}
-    assert busy == {
-        "v": 10.0,
-        "p": 10.0,
-        "collector": 10.0,
-    }
+    assert busy == {"v": 10.0, "p": 10.0, "collector": 10.0}
 
 
 def test_the_order_check_sees_a_missing_edge():

@@ -3,9 +3,10 @@
 import pytest
 import torch
 from conftest import small_config, start
+from stand_in import NoWaiting
 from torch import Generator, nn
 
-from pql.engine.tape import Count, NoWaiting, Tape
+from pql.engine.tape import Count, Tape
 from pql.envs.classic import Pendulum
 from pql.errors import PqlWarning, RunError
 from pql.run.build import build

@@ -422,8 +422,7 @@ def test_a_reset_that_hangs_before_the_doctor(stuck, monkeypatch, capsys):
 
 @pytest.mark.fault(30, form="{command}", count=20)
 @pytest.mark.parametrize(
-    ("command", "call"),
-    [("report", "pql.reports.runs.find"), ("export", "pql.run.store.checkpoint.find")],
+    ("command", "call"), [("report", "pql.reports.runs.find"), ("export", "pql.run.store.checkpoint.find")]
 )
 def test_a_report_or_an_export_that_hangs_is_named_and_ends_at_ctrl_c(
     tmp_path, monkeypatch, capsys, ctrl_c, command, call

@@ -31,16 +31,16 @@ from conftest import (
     traces,
 )
 from dial import PIXELS, RECIPES
+from stand_in import NoWaiting
 from torch import Generator
 
 from pql.algos.registry import seeds
 from pql.contract.grouped import joined
-from pql.engine.executors import Inline, Streams
+from pql.engine.executors import Inline
 from pql.engine.graph import Graph
-from pql.engine.placement import machine_of
-from pql.engine.tape import NoWaiting
 from pql.run.build import build
 from pql.run.environment import build_env
+from tools.gpu.runs import Ordered
 
 DEVICE = "cuda"
 TICKS = 20
@@ -62,46 +62,18 @@ ALGOS = {
     "pql_sac": {"family": "sac", "explore": {"kind": "none"}},
     "modern": MODERN,
     "batch norm": FLASH,
-    HELD: {
-        "normalize_reward": True,
-        "policy": {"target": True},
-        "explore": {"kind": "redrawn", "repeat": True},
-    },
+    HELD: {"normalize_reward": True, "policy": {"target": True}, "explore": {"kind": "redrawn", "repeat": True}},
 }
-PPO = {
-    "family": "ppo",
-    "schedule": "lockstep",
-    "normalize_reward": True,
-    "horizon": 8,
-    "epochs": 2,
-    "minibatches": 4,
-    "entropy_coef": 0.01,
-}
+ROLLOUT = {"schedule": "lockstep", "horizon": 8, "epochs": 2, "minibatches": 4}
+PPO = {**ROLLOUT, "family": "ppo", "normalize_reward": True, "entropy_coef": 0.01}
+A2C = {"horizon": 5, "epochs": 1, "minibatches": 1, "clip": None, "optimizer": "rmsprop"}
 ON_POLICY = {
     "ppo": {**PPO, "squash": True, "value_clip": 0.2, "kl_stop": 0.02},
     "ppo, bfloat16": {**PPO, "amp": True, "shared": True},
     "ppo, lstm": {**PPO, "lstm": 32},
-    "a2c": {
-        **PPO,
-        "horizon": 5,
-        "epochs": 1,
-        "minibatches": 1,
-        "clip": None,
-        "optimizer": "rmsprop",
-        "lr_schedule": "linear",
-        "anneal_steps": 100_000,
-    },
+    "a2c": {**PPO, **A2C, "lr_schedule": "linear", "anneal_steps": 100_000},
 }
-REPPO = {
-    "family": "reppo",
-    "schedule": "lockstep",
-    "horizon": 8,
-    "epochs": 2,
-    "minibatches": 4,
-    "kl_samples": 16,
-    "anneal_steps": 100_000,
-    "critic": {"atoms": 51},
-}
+REPPO = {**ROLLOUT, "family": "reppo", "kl_samples": 16, "anneal_steps": 100_000, "critic": {"atoms": 51}}
 BOTH = {**ALGOS, **ON_POLICY, "reppo": REPPO, "reppo, bfloat16": {**REPPO, "amp": True, "kl_samples": None}}
 FEW = ("pql", "pql_sac", "ppo", "a2c", "reppo")
 
@@ -157,17 +129,6 @@ def run(config, ticks, executor=None, env=None, delay=None):
     del parts
     gc.collect()
     return out
-
-
-class Ordered(Streams):
-    """A stream for each worker, launched in a chosen order."""
-
-    def __init__(self, config, order):
-        super().__init__(machine_of(config).devices)
-        self.order = order
-
-    def run(self, jobs):
-        return super().run({name: jobs[name] for name in self.order if name in jobs})
 
 
 # -- graphs -----------------------------------------------------------------------------------------------------------

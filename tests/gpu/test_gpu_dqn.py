@@ -1,10 +1,11 @@
-"""Value-based methods on a CUDA device: captured sum trees and noise, two streams, no host syncs."""
+"""Value-based methods on a CUDA device: captured sum trees, sequences and noise, two streams, no host syncs."""
 
 import gc
 import itertools
 from dataclasses import replace
 
 import pytest
+import r2d2_runs
 import torch
 from conftest import differences, everywhere, never_waiting, traces
 from dqn_runs import PIXELS as RESIDUAL
@@ -23,6 +24,7 @@ CASES = {
     "rainbow, pixels": (VARIANTS["rainbow"], PIXELS),
     "btr, pixels": (VARIANTS["btr"], RESIDUAL),
     "munchausen, hadamax": (VARIANTS["munchausen"], PRODUCTS),
+    "r2d2": ({"family": "r2d2"},),
 }
 HERE = ("prioritized", "rainbow, pixels", "btr, pixels", "munchausen, hadamax")
 EVERY_CASE = everywhere(CASES, name="case")
@@ -38,19 +40,15 @@ def _place(machine, monkeypatch):
         torch.cuda.synchronize()
 
 
-def gpu_config(*changes, **settings):
-    device = {
-        "graphs": "auto",
-        "num_envs": 64,
-        "replay": {"capacity": 16384},
-        "placement": {"executor": "auto"},
-        "budget": {"env_steps": 100_000},
-    }
-    period = {"target_period": 256, "batch_size": 64}
-    return replace(config_of(*changes, period, device), device=DEVICE, **settings)
+def gpu_config(first, *changes, **settings):
+    make, rows, batch = (r2d2_runs.config_of, 60, 32) if first.get("family") == "r2d2" else (config_of, 256, 64)
+    device = {"graphs": "auto", "num_envs": 64, "replay": {"capacity": 64 * rows}, "placement": {"executor": "auto"}}
+    sizes = {"target_period": 256, "batch_size": batch}
+    config = make(first, *changes, sizes, {**device, "budget": {"env_steps": 100_000}})
+    return replace(config, device=DEVICE, **settings)
 
 
-@everywhere(CASES, ("prioritized", "btr, pixels"), "case", slowly=HERE)
+@everywhere(CASES, ("prioritized", "btr, pixels", "r2d2"), "case", slowly=HERE)
 def test_a_captured_run_equals_an_eager_one(case):
     ticks = 20 if DEVICE == "cuda" else 4
     captured, eager = (run(gpu_config(*case, graphs=g), ticks) for g in ("on", "off"))
@@ -80,9 +78,9 @@ def test_a_tick_never_waits_for_the_device(case, graphs):
             parts.schedule.tick()
 
 
-@everywhere({k: VARIANTS[k] for k in ("prioritized", "rainbow", "ape-x")}, ["ape-x"], "variant")
-def test_every_order_on_two_streams_gives_the_same_bits(variant):
-    config, ticks = gpu_config(variant, {"schedule": "concurrent"}), 20 if DEVICE == "cuda" else 4
+@everywhere({k: CASES[k] for k in ("prioritized", "rainbow", "ape-x", "r2d2")}, ["ape-x", "r2d2"], "case")
+def test_every_order_on_two_streams_gives_the_same_bits(case):
+    config, ticks = gpu_config(*case, {"schedule": "concurrent"}), 20 if DEVICE == "cuda" else 4
     reference = run(config, ticks, Inline())
     for order in itertools.permutations(("collector", "v")):
         assert differences(reference, run(config, ticks, Ordered(config, order))) == [], order
@@ -91,12 +89,6 @@ def test_every_order_on_two_streams_gives_the_same_bits(variant):
 def test_learning_changes_every_part_of_the_learners_state():
     config = gpu_config(VARIANTS["rainbow"])
     changed = differences(learners(run(config, 0)), learners(run(config, 20)))
-    wanted = (
-        "q/value.0.weight_sigma",
-        "priorities/tree/level0",
-        "priorities/beta",
-        "clock/updates",
-        "optimizer/square",
-    )
-    for name in wanted:
+    tree = ("priorities/tree/level0", "priorities/beta")
+    for name in ("q/value.0.weight_sigma", *tree, "clock/updates", "optimizer/square"):
         assert f"learners/v/state/{name}" in changed

@@ -5,16 +5,7 @@ import torch
 from torch import nn
 
 from pql.nets.layers import EnsembleLayerNorm, EnsembleLinear
-from pql.nets.mlp import (
-    LOG_STD_MAX,
-    LOG_STD_MIN,
-    Critic,
-    DeterministicPolicy,
-    GaussianPolicy,
-    Layers,
-    NetInput,
-    mlp,
-)
+from pql.nets.mlp import LOG_STD_MAX, LOG_STD_MIN, Critic, DeterministicPolicy, GaussianPolicy, Layers, NetInput, mlp
 
 
 def member(layer, e):

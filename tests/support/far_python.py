@@ -29,25 +29,9 @@ def with_old_python(folder: Path, python: str) -> Path | None:
         return done
     subprocess.run([python, "-m", "venv", "--clear", "--without-pip", folder], check=True)
     target = folder / "lib" / "python3.8" / "site-packages"
-    found = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--disable-pip-version-check",
-            "--retries=0",
-            "--timeout=5",
-            "--target",
-            target,
-            "--upgrade",
-            "--python-version=3.8",
-            "--only-binary=:all:",
-            NUMPY,
-        ],
-        stderr=subprocess.DEVNULL,
-    )
+    words = ["--quiet", "--disable-pip-version-check", "--retries=0", "--timeout=5", "--target", target, "--upgrade"]
+    words += ["--python-version=3.8", "--only-binary=:all:", NUMPY]
+    found = subprocess.run([sys.executable, "-m", "pip", "install", *words], stderr=subprocess.DEVNULL)
     if found.returncode != 0:
         return None
     (folder / "complete").touch()

@@ -36,17 +36,8 @@ class Walk:
             "arguments": len(sys.argv) - 1,
             **({} if discrete else {"action_reach": (4, np.float64(0.5))}),
         }
-        self.spec = EnvSpec(
-            "walk",
-            num_envs,
-            obs,
-            action,
-            "cpu",
-            max_episode_steps=limit,
-            log=("push", "success"),
-            single_instance=True,
-            info=info,
-        )
+        more = {"log": ("push", "success"), "single_instance": True, "info": info}
+        self.spec = EnvSpec("walk", num_envs, obs, action, "cpu", max_episode_steps=limit, **more)
         self.random, self.limit, self.fault, self.at, self.count = np.random.RandomState(0), limit, fault, at, 0
         if helper and os.fork() == 0:
             time.sleep(600)
@@ -177,16 +168,9 @@ class Numbers(Walk):
         super().__init__(num_envs, device)
         obs = {k: ObsSpec(tuple(np.array(part.shape)), part.dtype) for k, part in self.spec.obs.items()}
         bound = np.full(2, 2, np.float32)
-        self.spec = EnvSpec(
-            "walk",
-            np.int64(num_envs),
-            obs,
-            Box(np.int64(2), -bound, bound),
-            "cpu",
-            max_episode_steps=np.int64(7),
-            log=("push", "success"),
-            deterministic=np.bool_(True),
-        )
+        action = Box(np.int64(2), -bound, bound)
+        more = {"max_episode_steps": np.int64(7), "log": ("push", "success"), "deterministic": np.bool_(True)}
+        self.spec = EnvSpec("walk", np.int64(num_envs), obs, action, "cpu", **more)
 
     def step(self, action):
         step = super().step(action)

@@ -50,18 +50,9 @@ class Column:
         self.now, self.filler_due = after, waits or (ends and self.next_step)
         if filler:  # some simulators repeat the flag there, with an arbitrary reward
             return Event(obs, action, -999.0, False, kind == "truncate", True, True, False, after, after)
-        return Event(
-            obs,
-            action,
-            reward,
-            kind in ("terminate", "forget", "life"),
-            kind in ("truncate", "lose", "cut"),
-            first,
-            kind not in ("lose", "forget", "restart"),
-            True,
-            after,
-            final,
-        )
+        terminated, truncated = kind in ("terminate", "forget", "life"), kind in ("truncate", "lose", "cut")
+        final_ok = kind not in ("lose", "forget", "restart")
+        return Event(obs, action, reward, terminated, truncated, first, final_ok, True, after, final)
 
 
 def picture(numbers, shown=None):
@@ -247,16 +238,8 @@ SCENARIOS = {  # rates of events per row; kinds of windows that must then occur
     "stalls": ({"stall": 0.2, "terminate": 0.1}, {"plain", "terminated", "filler"}),
     "short": ({"truncate": 0.5}, {"plain", "final", "filler"}),
     "everything": (
-        {
-            "terminate": 0.1,
-            "truncate": 0.1,
-            "lose": 0.05,
-            "forget": 0.03,
-            "restart": 0.05,
-            "life": 0.05,
-            "stall": 0.05,
-            "limit": 6,
-        },
+        {"terminate": 0.1, "truncate": 0.1, "lose": 0.05, "forget": 0.03, "restart": 0.05, "life": 0.05}
+        | {"stall": 0.05, "limit": 6},
         {"plain", "terminated", "final", "lost", "dropped", "filler"},
     ),
 }

@@ -24,6 +24,9 @@ BASE = {
         "minibatches": 4,
     },
 }
+A2C = {"epochs": 1, "minibatches": 1, "gae_lambda": 1.0, "clip": None, "entropy_coef": 0.01, "lr_schedule": "fixed"}
+A2C |= {"normalize_advantage": False, "normalize_value": False}
+"""Settings with which PPO is A2C."""
 VARIANTS = {
     "gaussian": {},
     "squashed": {"algo": {"squash": True, "entropy_coef": 0.01}},
@@ -35,21 +38,7 @@ VARIANTS = {
     "annealed, stopped": {
         "algo": {"lr_schedule": "linear", "anneal_steps": 640, "anneal_clip": True, "kl_stop": 0.005}
     },
-    "a2c": {
-        "algo": {
-            "normalize_reward": True,
-            "horizon": 5,
-            "epochs": 1,
-            "minibatches": 1,
-            "gae_lambda": 1.0,
-            "clip": None,
-            "optimizer": "rmsprop",
-            "lr_schedule": "fixed",
-            "normalize_advantage": False,
-            "normalize_value": False,
-            "entropy_coef": 0.01,
-        }
-    },
+    "a2c": {"algo": {**A2C, "normalize_reward": True, "horizon": 5, "optimizer": "rmsprop"}},
 }
 EVERY_VARIANT = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 

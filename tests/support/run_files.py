@@ -2,35 +2,27 @@
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from conftest import differences
 
 from pql.config.compose import compose
 from pql.run.resume import resume_config
 from pql.run.session import Session
+from pql.run.store import checkpoint
 from pql.run.store.run_dir import Summary
 
+QUICK = [
+    *("scale=cpu", "device=cpu", "num_envs=16", "algo.warmup_steps=8", "algo.critic.hidden=[16]"),
+    *("eval.num_envs=2", "eval.every_seconds=null", "checkpoint.every_seconds=null", "logger.every_seconds=0.02"),
+    *("placement.threads.collector=1", "placement.threads.v=1"),
+]
+"""Settings of a very short run of any algorithm."""
 WORDS = (
-    "task=pendulum",
-    "algo=pql",
-    "scale=cpu",
-    "device=cpu",
-    "num_envs=16",
-    "replay.capacity=4096",
-    "algo.batch_size=32",
-    "algo.warmup_steps=8",
-    "algo.critic.hidden=[16]",
-    "algo.policy.hidden=[16]",
-    "budget.seconds=null",
-    "budget.env_steps=320",
-    "eval.num_envs=2",
-    "eval.every_seconds=null",
-    "eval.final=false",
-    "checkpoint.every_seconds=null",
-    "logger.every_seconds=0.02",
-    "placement.threads.collector=1",
-    "placement.threads.v=1",
-    "placement.threads.p=1",
+    *("task=pendulum", "algo=pql", *QUICK, "replay.capacity=4096", "algo.batch_size=32", "algo.policy.hidden=[16]"),
+    *("budget.seconds=null", "budget.env_steps=320", "eval.final=false", "placement.threads.p=1"),
 )
 
 
@@ -44,9 +36,28 @@ def run(*overrides: str, **options: Any) -> Summary:
     return Session(compose(overrides), quiet=True, overrides=overrides, **options).train()
 
 
-def resume(run_dir: Path, *overrides: str) -> Summary:
+def resume(run_dir: Path, *overrides: str, trust: bool = False) -> Summary:
     """Resume the run in ``run_dir`` from its newest resume point."""
-    return Session(resume_config(run_dir, overrides), resume=True, quiet=True, overrides=overrides).train()
+    return Session(resume_config(run_dir, overrides, trust), resume=True, quiet=True, overrides=overrides).train()
+
+
+def whole_and_resumed(
+    folder: Path, words: Sequence[str], half: int, full: int, trust: bool = False
+) -> tuple[Summary, Any, Any]:
+    """Train ``full`` env steps at once, and in two sessions, the first of ``half``; assert that both give equal bits.
+
+    Returns:
+        the summary of the second session, and tensors and manifest of the last resume point.
+    """
+    whole, parts = folder / "whole", folder / "parts"
+    run(*words, f"run_dir={whole}", f"budget.env_steps={full}")
+    assert run(*words, f"run_dir={parts}", f"budget.env_steps={half}").env_steps == half
+    second = resume(parts, f"budget.env_steps={full}", trust=trust)
+    (a, facts_a), (b, facts_b) = (checkpoint.load(points(path)[-1]) for path in (whole, parts))
+    assert differences(a, b) == []
+    assert facts_a["sha256"] == facts_b["sha256"]
+    assert {**facts_a["counters"], "seconds": 0} == {**facts_b["counters"], "seconds": 0}
+    return second, a, facts_a
 
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:

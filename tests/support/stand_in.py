@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pql.engine.executors import Streams
 from pql.engine.graph import WARMUP, Graph
-from pql.engine.tape import Tape
+from pql.engine.tape import Tape, waits
+from pql.errors import RunError
 
 HELD = 30
 """Number of queries until an event recorded on a delayed device has happened."""
@@ -124,3 +126,16 @@ def pretend(patch: pytest.MonkeyPatch) -> Device:
     patch.setattr(torch.cuda, "synchronize", lambda *args: setattr(device, "left", 0))
     patch.setattr(torch.cuda, "get_rng_state", torch.get_rng_state)
     return device
+
+
+class NoWaiting(TorchDispatchMode):
+    """Raises an error for an operation that would make the host wait for a device.
+
+    Raises:
+        RunError: names the operation.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if waits(func, args):
+            raise RunError(f"{func}: the host would wait for the device")
+        return func(*args, **(kwargs or {}))

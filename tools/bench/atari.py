@@ -84,14 +84,8 @@ def make_config(args: Any, num_envs: int, batch: int, groups: int | None = None,
     )
     task = TaskConfig(name="atari", game=args.game, reward_clip=1.0, kwargs={"noop_max": 30})
     threads = ThreadsConfig(args.threads, args.threads, args.threads, args.threads)
-    return Config(
-        task=task,
-        algo=algo,
-        replay=ReplayConfig(capacity=max(capacity, 64 * num_envs)),
-        num_envs=num_envs,
-        device=args.device,
-        placement=PlacementConfig(groups=groups, threads=threads),
-    )
+    replay, place = ReplayConfig(capacity=max(capacity, 64 * num_envs)), PlacementConfig(groups=groups, threads=threads)
+    return Config(task=task, algo=algo, replay=replay, num_envs=num_envs, device=args.device, placement=place)
 
 
 def rate(fn: Callable[[], Any], amount: float, args: Any) -> Round:
@@ -159,16 +153,9 @@ def raw_stepping(args: Any) -> tuple[Any, Callable[[], Any]]:
 def raw_env(args: Any, num_envs: int) -> Any:
     from ale_py.vector_env import AtariVectorEnv
 
-    return AtariVectorEnv(
-        args.game,
-        num_envs,
-        num_threads=args.threads,
-        autoreset_mode="SameStep",
-        reward_clipping=False,
-        use_fire_reset=False,
-        noop_max=31,
-        max_num_frames_per_episode=SKIP * LIMIT,
-    )
+    plain: dict[str, Any] = {"autoreset_mode": "SameStep", "reward_clipping": False, "use_fire_reset": False}
+    plain |= {"noop_max": 31, "max_num_frames_per_episode": SKIP * LIMIT}
+    return AtariVectorEnv(args.game, num_envs, num_threads=args.threads, **plain)
 
 
 def sampling(args: Any) -> list[Row]:

@@ -15,11 +15,9 @@ change the policy substantially. Rollouts are short, since truncated V-trace car
 runs without lag do and would learn more slowly on long ones.
 """
 
-import argparse
 import statistics
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,21 +26,14 @@ from pql.config.compose import compose
 from pql.engine.worker import WeightSlot
 from pql.run.build import build
 from pql.run.components import Parts
-from tools.bench.common import machine, report
+from tools.bench.common import Row, options, report, row
 
 CORRECTIONS = ("vtrace", "one_step", "none")
 LAST = 0.4  # share of a run's ticks whose episodes count
 FIXED = (
-    "device=cpu",
-    "algo=impala",
-    "algo.schedule=lockstep",
-    "algo.anneal_steps=null",
-    "graphs=off",
-    "placement.matmul=exact",
-    "placement.threads.collector=1",
-    "placement.threads.v=1",
+    *("device=cpu", "algo=impala", "algo.schedule=lockstep", "algo.anneal_steps=null", "graphs=off"),
+    *("placement.matmul=exact", "placement.threads.collector=1", "placement.threads.v=1"),
 )
-
 OWN = ("algo.policy.lr=1.5e-3", "num_envs=256", "algo.horizon=5")  # ball balance's, for all runs
 
 
@@ -95,28 +86,12 @@ def measure(words: Sequence[str], correction: str, lag: int, seeds: Sequence[int
     return returns
 
 
-def row(correction: str, late: list[float], fresh: list[float], args: Any) -> dict[str, Any]:
-    """Return the row of the returns with lag over those without."""
-    value, baseline = statistics.mean(late), statistics.mean(fresh)
-    return {
-        "name": f"{args.task}: {correction}, lag {args.lag} / 0",
-        "value": value,
-        "unit": "return",
-        "baseline": baseline,
-        "ratio": value / baseline if min(value, baseline) > 0 else None,
-        "runs": len(late),
-        "machine": machine(),
-    }
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--lag", type=int, default=8)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--steps", type=int, default=600_000)
     parser.add_argument("--task", default="ball_balance")
-    parser.add_argument("--smoke", action="store_true", help="tiny and quick, to test the script itself")
-    parser.add_argument("--json", metavar="PATH")
     parser.add_argument("words", nargs="*", metavar="key=value")
     args = parser.parse_args(argv)
     if args.smoke:
@@ -125,10 +100,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     own = OWN if args.task == "ball_balance" else ()
     words = [f"task={args.task}", *own, *args.words]
     fresh = measure(words, "vtrace", 0, args.seeds, args.steps)
-    rows = []
+    rows: list[Row] = []
     for correction in CORRECTIONS:
         late = measure(words, correction, args.lag, args.seeds, args.steps)
-        rows.append(row(correction, late, fresh, args))
+        value, baseline = statistics.mean(late), statistics.mean(fresh)
+        ratio = value / baseline if min(value, baseline) > 0 else None
+        name = f"{args.task}: {correction}, lag {args.lag} / 0"
+        rows.append(row(name, value, "return", len(late), baseline, ratio))
     report(rows, args.json)
     return 0
 

@@ -18,11 +18,6 @@ from tools.bench.common import Round, Row, alternate, compare, options, per_seco
 PACKAGES = ("mujoco", "mujoco_warp", "gymnasium")
 
 
-def missing() -> list[str]:
-    """Return the required packages that are not installed."""
-    return [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-
-
 def rate(step: Callable[[], Any], num_envs: int, seconds: float, device: torch.device) -> Round:
     """Return a round of about ``seconds`` that measures env-steps/s; the device never lags by more than 8 steps."""
 
@@ -60,8 +55,8 @@ def case(name: str, num_envs: int, device: torch.device, args: argparse.Namespac
 
 def measure(args: argparse.Namespace) -> list[Row]:
     """Return all rows; none, with a printed note, if a package is not installed."""
-    if missing():
-        print(f"no MuJoCo Warp rows: {' and '.join(missing())} not installed (pip install 'pql-rl[warp]')")
+    if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
+        print(f"no MuJoCo Warp rows: {' and '.join(missing)} not installed (pip install 'pql-rl[warp]')")
         return []
     device = torch.device(args.device)
     return [row for name in args.envs for n in args.num_envs for row in case(name, n, device, args)]

@@ -4,14 +4,12 @@ A case is a function that yields rows (``bench.common.compare``) and notes (text
 """
 
 import argparse
-import hashlib
 import importlib.util
 import os
 import platform
 import subprocess
 import sys
 import tempfile
-import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -26,16 +24,13 @@ from pql.config import Config, DdpgConfig, PlacementConfig, ReplayConfig
 from pql.contract.conformance import check_env
 from pql.contract.env import make_env
 from pql.engine.graph import Graph
-from pql.run.store.checkpoint import flatten
 from tools.bench import learner
-from tools.bench.common import Row, alternate, close, compare, microseconds, per_second
+from tools.bench.common import Row, alternate, compare, microseconds
 from tools.gpu import runs
-from tools.gpu.runs import PPO, PQL, SAC, catch_config, make_config, measure, ready
+from tools.gpu.runs import PPO, PQL, SAC, catch_config, make_config, measure
 
 ROOT = Path(__file__).resolve().parents[2]
 TASKS = ("pendulum", "cartpole", "cartpole_swingup", "ball_balance", "catch", "tmaze")
-WARP = ("mujoco", "mujoco_warp", "gymnasium")
-THRESHOLDS = {"cartpole_swingup": 300.0, "ball_balance": 250.0, "catch": 0.9, "ant": 2000.0}
 
 Found = Iterator[Row | str]
 
@@ -71,12 +66,8 @@ def on_cuda(args: Any) -> bool:
 
 
 def env_cases(args: Any) -> list[Case]:
-    return [
-        Case("machine", partial(describe, args)),
-        Case("copy", partial(copy_rows, args)),
-        Case("products", partial(product_rows, args)),
-        Case("launches", partial(host_rows, args)),
-    ]
+    parts = {"machine": describe, "copy": copy_rows, "products": product_rows, "launches": host_rows}
+    return [Case(name, partial(run, args)) for name, run in parts.items()]
 
 
 def describe(args: Any) -> Found:
@@ -242,87 +233,6 @@ def step_rows(task: str, counts: list[int], args: Any) -> Found:
         yield compare(f"{task} n={n}: captured / eager", "env-steps/s", rate["captured"], rate["eager"])
 
 
-# -- learn, peers, long -----------------------------------------------------------------------------------------------
-
-
-def learn_configs(args: Any) -> dict[str, Config]:
-    n = 8 if args.smoke else 4096
-    found = {
-        f"{algo.name} on {task}": make_config(args, n, task, algo)
-        for task in ("cartpole_swingup", "ball_balance")
-        for algo in (PQL, SAC, PPO)
-    }
-    found["dqn on catch"] = catch_config(args, n)
-    ant = make_config(args, n, "ant")
-    found["pql on ant"] = replace(ant, task=replace(ant.task, reward_scale=0.1))
-    return dict(list(found.items())[:1]) if args.smoke else found
-
-
-def learn_cases(args: Any) -> list[Case]:
-    return [Case(name, partial(learn, name, config, args)) for name, config in learn_configs(args).items()]
-
-
-def learn(name: str, config: Config, args: Any) -> Found:
-    """Return cases that measure seconds of training to a return."""
-    if config.task.name == "ant":
-        need(*WARP)
-    yield from runs.learn_rows(name, config, THRESHOLDS[config.task.name], 0.1 if args.smoke else 60.0)
-
-
-def peer_cases(args: Any) -> list[Case]:
-    return [Case("rsl_rl ppo", partial(rsl_rl_rows, args))]
-
-
-def rsl_rl_rows(args: Any) -> Found:
-    """Measure env-steps/s of our PPO and of rsl_rl's with our sizes, acting and learning, on the same environments."""
-    need("rsl_rl", "yaml")
-    from rsl_rl.runners import OnPolicyRunner
-
-    import pql
-    from tools.peers.settings import rsl_rl_ppo
-
-    n, few, device = 8 if args.smoke else 4096, 1 if args.smoke else 50, torch.device(args.device)
-    config = make_config(args, n, algo=PPO)
-    env = pql.wrap.rsl_rl(make_env(config.task.name, n, args.device), seed=0)
-    runner, ours = (
-        OnPolicyRunner(env, rsl_rl_ppo(config), log_dir=None, device=args.device),
-        ready(config, config.algo.schedule, True),
-    )
-    amount = ours.counts.horizon * n
-    fns = {
-        "rsl_rl": per_second(lambda: runner.learn(few), few * amount, args.seconds, device),
-        "ours": per_second(ours.schedule.tick, amount, args.seconds, device),
-    }
-    rates = alternate(fns, args.rounds)
-    close(ours)
-    yield compare(f"PPO on swing-up n={n}: ours / rsl_rl", "env-steps/s", rates["ours"], rates["rsl_rl"])
-
-
-def long_cases(args: Any) -> list[Case]:
-    """Return two runs of the same seed, one per case, so that each ends in time; their last rows must be equal."""
-    return [Case(name, partial(long_rows, args)) for name in ("first", "second")]
-
-
-def long_rows(args: Any) -> Found:
-    """Run a fixed number of ticks; report memory meanwhile, and a hash of all state at the end."""
-    config, (blocks, ticks) = make_config(args, 8 if args.smoke else 4096), (2, 3) if args.smoke else (20, 2500)
-    parts, began = ready(config, "concurrent", True, 0), time.perf_counter()
-    for _ in range(blocks):
-        for _ in range(ticks):
-            parts.schedule.tick()
-        runs.wait(parts)
-        held = torch.cuda.memory_allocated() / 2**20 if on_cuda(args) else 0.0
-        yield f"{parts.schedule.ticks:,} ticks, {time.perf_counter() - began:.1f} s, {held:.1f} MiB of the device held"
-    steps = parts.env_steps / (time.perf_counter() - began)
-    yield compare("a long run", "env-steps/s", [steps])
-    state, digest = flatten(parts.state_dict()), hashlib.sha256()
-    for name in sorted(state):
-        digest.update(state[name].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    yield compare("a number made of every bit (both runs': equal)", "", [float(int(digest.hexdigest()[:12], 16))])
-    yield f"sha256 of the state: {digest.hexdigest()}"
-    close(parts)
-
-
 PARTS = {
     "env": Part(60, "versions, clocks, memory; rates of copies, products and launches", env_cases),
     "tests": Part(530, "the tests marked gpu, file by file", test_cases),
@@ -331,15 +241,11 @@ PARTS = {
     ),
     "update": Part(240, "critic and policy updates against their bare products, and profiles", update_cases),
     "envs": Part(300, "the torch tasks: the contract, and a captured step against an eager one", envs_cases),
-    "learn": Part(530, "seconds to a return on swing-up, ball balance, Catch, and Ant on Warp", learn_cases),
-    "peers": Part(240, "rsl_rl's PPO and ours on the same environments", peer_cases),
-    "long": Part(530, "two long runs of the same seed: memory, and the same bits", long_cases),
 }
 """All parts; each ends within nine minutes."""
 
 
 def configs(args: Any) -> dict[str, Config]:
     """Return every configuration that a part builds, by part and case; a test checks all of them."""
-    made = {"pql": pql_configs, "update": update_configs, "learn": learn_configs}
-    out = {f"{part} {name}": config for part, make in made.items() for name, config in make(args).items()}
-    return {**out, "long": make_config(args, 8 if args.smoke else 4096)}
+    made = {"pql": pql_configs, "update": update_configs}
+    return {f"{part} {name}": config for part, make in made.items() for name, config in make(args).items()}

@@ -1,4 +1,4 @@
-"""Runs of ``check.py``: their configurations, rates, launches and learning curves.
+"""Runs of ``check.py``: their configurations, rates and launches.
 
 Configurations are built from the dataclasses, so that no Hydra is needed. A test checks each of them against its task's
 specification, at its full size.
@@ -33,16 +33,12 @@ from pql.config.groups import ExploreConfig
 from pql.engine.executors import Executor, Inline, Streams
 from pql.engine.placement import machine_of
 from pql.run.components import Parts
-from pql.run.environment import build_env
-from pql.run.episodes import run_episodes
-from pql.run.policy import fresh_policy, snapshot
 from pql.run.store.checkpoint import flatten
 from tools.bench.common import Round, Row, alternate, begun, close, compare, per_second, synchronize
 
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
 NAMES = {"v": "critic", "p": "policy", "learner": "learner"}
 AHEAD = 2  # ticks that can be launched before the host has to wait
-EVERY = 3.0  # seconds of training between two evaluations
 ONE_THREAD = PlacementConfig(threads=ThreadsConfig(1, 1, 1, 1))  # for tests on a shared CPU
 BUDGET = BudgetConfig(seconds=60)  # unused: every case measures its own time
 PPO = PpoConfig(
@@ -70,16 +66,10 @@ def make_config(args: Any, num_envs: int, task: str = "cartpole_swingup", algo: 
 def catch_config(args: Any, num_envs: int) -> Config:
     """Return DQN on Catch, each row used eight times, in large batches; or tiny."""
     hidden, batch, warm_up = ([16], 32, 4) if args.smoke else ([512], 2 * num_envs, 32)
-    algo = DqnConfig(
-        name="dqn",
-        batch_size=batch,
-        n_step=1,
-        v_per_step=8 * num_envs / batch,
-        warmup_steps=warm_up,
-        normalize_obs=False,
-        target_period=16 * num_envs,
-        critic=QuantileNetConfig(hidden=hidden, activation="relu", weight_decay=0.0),
-    )
+    critic = QuantileNetConfig(hidden=hidden, activation="relu", weight_decay=0.0)
+    sizes: dict[str, Any] = {"batch_size": batch, "v_per_step": 8 * num_envs / batch, "warmup_steps": warm_up}
+    sizes |= {"n_step": 1, "target_period": 16 * num_envs, "normalize_obs": False}
+    algo = DqnConfig(name="dqn", critic=critic, **sizes)
     place = ONE_THREAD if args.smoke else PlacementConfig()
     config = Config(task=TaskConfig(name="catch"), algo=algo, num_envs=num_envs, device=args.device, budget=BUDGET)
     return replace(config, replay=ReplayConfig(capacity=1024 * num_envs), placement=place)
@@ -212,32 +202,3 @@ def order_rows(config: Config, args: Any) -> Iterator[Row]:
         state = state_after(config, ticks, Ordered(config, order) if cuda else Inline(order))
         wrong += any(not torch.equal(v.nan_to_num(), reference[k].nan_to_num()) for k, v in state.items())
     yield compare(f"n={config.num_envs}: worker orders with other bits", "orders", [float(wrong)])
-
-
-def learn_rows(case: str, config: Config, threshold: float, seconds: float) -> Iterator[Row | str]:
-    """Train until an evaluation reaches ``threshold`` or ``seconds`` of training are over; evaluations are not timed.
-
-    Every evaluation is a note; the rows give the time and env steps to the threshold, or -1 if it was not reached.
-    """
-    parts = ready(config, config.algo.schedule, True, 0)
-    env = build_env(config, min(64, config.num_envs))
-    policy = fresh_policy(config, parts.env.spec, env.spec.device)
-    spent, reached = 0.0, False
-    try:
-        while spent < seconds and not reached:
-            began = time.perf_counter()
-            while time.perf_counter() - began < min(EVERY, seconds - spent):
-                parts.schedule.tick()
-            wait(parts)
-            spent += time.perf_counter() - began
-            with parts.schedule.executor.exclusive():
-                policy.load_state_dict(snapshot(parts))
-            mean = run_episodes(env, policy, seed=1).mean
-            reached = mean >= threshold
-            yield f"{case}: {spent:.1f} s, {parts.env_steps:,} env steps: return {mean:.4g}"
-    finally:
-        env.close()
-        close(parts)
-    yield compare(f"{case}: training to a return of {threshold:g}", "s", [spent if reached else -1.0])
-    yield compare(f"{case}: env steps to it", "steps", [float(parts.env_steps if reached else -1)])
-    yield compare(f"{case}: last return", "return", [mean])

@@ -27,17 +27,8 @@ from tools.originals.hands import AllegroHand, ShadowHand, ShadowHandFull, Shado
 from tools.originals.pairs import Ant, Anymal, BallBalance, FrankaCubeStack, FrankaCubeStackTorque, Humanoid, Pair
 
 PAIRS: tuple[type[Pair], ...] = (
-    Ant,
-    Humanoid,
-    Anymal,
-    BallBalance,
-    FrankaCubeStack,
-    FrankaCubeStackTorque,
-    ShadowHand,
-    ShadowHandFull,
-    ShadowHandFullNoVel,
-    ShadowHandOpenAI,
-    AllegroHand,
+    *(Ant, Humanoid, Anymal, BallBalance, FrankaCubeStack, FrankaCubeStackTorque),
+    *(ShadowHand, ShadowHandFull, ShadowHandFullNoVel, ShadowHandOpenAI, AllegroHand),
 )
 HEAD = ("task", "quantity", "states", "largest difference", "among them")
 

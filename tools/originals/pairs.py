@@ -113,11 +113,8 @@ class Pair:
         thrown = torch.cat((qpos[:, :3], quats(n, gen, 1.0), low + share * (high - low)), 1)
         thrown[:, 2] += lift * (torch.rand(n, generator=gen) - 0.3)
         rate = 2 * torch.randn(qvel.shape, generator=gen, dtype=DOUBLE)
-        env.engine.reset(
-            env.engine.rows(torch.ones(n, dtype=torch.bool)),
-            torch.where(some[:, None], thrown, qpos),
-            torch.where(some[:, None], rate, qvel),
-        )
+        qpos, qvel = torch.where(some[:, None], thrown, qpos), torch.where(some[:, None], rate, qvel)
+        env.engine.reset(env.engine.rows(torch.ones(n, dtype=torch.bool)), qpos, qvel)
         self.tracked()
 
     def tracked(self) -> None:
@@ -139,15 +136,9 @@ class Run(Pair):
             "force_sensor": torch.zeros(n * self.sensors, 6, dtype=DOUBLE),
             "dof_force": torch.zeros(n * j, dtype=DOUBLE),
         }
-        known = {
-            "num_dof": j,
-            "dof_limits_lower": task.low,
-            "dof_limits_upper": task.high,
-            "joint_gears": gear,
-            "motor_efforts": gear,
-            "max_motor_effort": float(gear.max()),
-            "start_rotation": torch.tensor([0.0, 0, 0, 1], dtype=DOUBLE),
-        }
+        known = {"num_dof": j, "dof_limits_lower": task.low, "dof_limits_upper": task.high}
+        known |= {"joint_gears": gear, "motor_efforts": gear, "max_motor_effort": float(gear.max())}
+        known["start_rotation"] = torch.tensor([0.0, 0, 0, 1], dtype=DOUBLE)
         return Scene(n, tensors, known)
 
     def show(self, fields: Fields, memory: Memory) -> None:
