@@ -33,9 +33,7 @@ def policy_update(state, batch, settings, gen):
     change = (policy(near) - action).square().sum(-1)
     q = ensemble_value(state, batch.obs, action, settings.policy.reduce)
     loss = ((settings.smoothness * change - q) * share).sum()
-    state.optimizer.zero_grad()
-    loss.backward()
-    norm = state.optimizer.step(mask=batch.mask)
+    norm = state.optimizer.minimize(loss, mask=batch.mask)
     state.update_average(settings.policy.average)
     roughness = (change.detach() * share).sum().sqrt()
     return {"loss/policy": loss.detach(), "grad_norm/policy": norm, "policy/roughness": roughness}

@@ -72,9 +72,7 @@ def critic_step(
         loss, value = categorical_loss(net, state.atoms, batch, q, next_q, bonus)
     total = (loss * share).sum()
 
-    state.optimizer.zero_grad()
-    total.backward()
-    norm = state.optimizer.step(mask=batch.mask)
+    norm = state.optimizer.minimize(total, mask=batch.mask)
     if state.clock is None:
         polyak(state.target, state.critic, net.tau)
     else:

@@ -59,9 +59,7 @@ def ddpg_policy_update(state: DdpgPolicyState, batch: ObsBatch, settings: DdpgCo
     q = ensemble_value(state, batch.obs, action, net.reduce)
     loss = ((penalty - q) * share).sum()
 
-    state.optimizer.zero_grad()
-    loss.backward()
-    norm = state.optimizer.step(mask=batch.mask)
+    norm = state.optimizer.minimize(loss, mask=batch.mask)
     if state.target is not None:
         polyak(state.target, state.policy, net.tau)
     state.update_average(net.average)

@@ -44,9 +44,7 @@ def value_step(state: ValueState, batch: Batch | Sequence, loss: Tensor, error: 
         loss, error, q: [B], or [L, B] of sequences.
     """
     total = (loss * loss_share(batch.mask, batch.weight)).sum()
-    state.optimizer.zero_grad()
-    total.backward()
-    norm = state.optimizer.step(mask=batch.mask)
+    norm = state.optimizer.minimize(total, mask=batch.mask)
     follow(state.target, state.q, state.clock, state.target_every)
     share = loss_share(batch.mask, torch.ones_like(batch.weight))
     return {

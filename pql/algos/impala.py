@@ -68,10 +68,8 @@ def impala_update(state: PpoState, batch: Unroll, settings: ImpalaConfig, gen: G
     entropy = (share * dist.entropy(params, gen)).sum()
     kl = (share * dist.kl(batch.params, params)).sum()
     loss = policy_loss + settings.value_coef * critic_loss - settings.entropy_coef * entropy + settings.kl_coef * kl
-    state.optimizer.zero_grad()
-    (loss * rows if settings.reduce == "sum" else loss).backward()
+    norm = state.optimizer.minimize(loss * rows if settings.reduce == "sum" else loss, mask=mask)
     with torch.no_grad():
-        norm = state.optimizer.step(mask=mask)
         explained = 1 - masked_moments(target - value, mask)[1] / (masked_moments(target, mask)[1] + EPSILON)
         lag = rows_lag(state, batch.version, mask)
     return {

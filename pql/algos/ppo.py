@@ -279,15 +279,13 @@ def ppo_update(state: PpoState, batch: Minibatch, settings: PpoConfig, gen: Gene
     entropy = (share * dist.entropy(params, gen)).sum()
     loss = policy_loss + settings.value_coef * critic_loss - settings.entropy_coef * entropy
 
-    state.optimizer.zero_grad()
-    loss.backward()
     with torch.no_grad():
         kl = (share * dist.kl(batch.params, params)).sum()
         if settings.lr_schedule == "adaptive" or settings.kl_stop is not None:
             kl = state.group.mean(kl, batch.mask)
         skip = steer(state, settings, kl, batch.fresh)
-        norm = state.optimizer.step(skip, batch.mask)
         clipped = torch.zeros_like(kl) if clip is None else (share * ((ratio - 1).abs() > clip)).sum()
+    norm = state.optimizer.minimize(loss, skip, batch.mask)
     return {
         "loss/policy": policy_loss.detach(),
         "loss/critic": critic_loss.detach(),

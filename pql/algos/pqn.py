@@ -185,9 +185,7 @@ def pqn_update(state: PqnState, batch: ValueMinibatch, settings: PqnConfig, gen:
     q = rollout_values(state.net, batch.obs, settings.amp).gather(-1, batch.action.unsqueeze(-1)).squeeze(-1)
     share = batch.mask / batch.mask.sum().clamp(min=1)
     loss = 0.5 * (share * (q - batch.target).square()).sum()
-    state.optimizer.zero_grad()
-    loss.backward()
-    norm = state.optimizer.step(mask=batch.mask)
+    norm = state.optimizer.minimize(loss, mask=batch.mask)
     with torch.no_grad():
         mean = (share * q).sum()
     return {"loss/critic": loss.detach(), "grad_norm/critic": norm, "value/q": mean, "policy/lr": state.optimizer.lr}

@@ -165,9 +165,7 @@ def embedding_critic_step(state: ReppoState, batch: ReppoMinibatch, settings: Re
     target = hl_gauss(batch.target, critic.atoms, settings.critic.sigma)
     loss = -(share * (target * log_probs).sum(-1)).sum()
     error = (share * batch.alive * (predicted - batch.embedding).square().mean(-1)).sum()
-    state.critic_optimizer.zero_grad()
-    (loss + settings.embedding_coef * error).backward()
-    norm = state.critic_optimizer.step(mask=batch.mask)
+    norm = state.critic_optimizer.minimize(loss + settings.embedding_coef * error, mask=batch.mask)
     return {
         "loss/critic": loss.detach(),
         "loss/embedding": error.detach(),
@@ -197,9 +195,7 @@ def policy_step(
     entropy, kl = -log_prob.detach(), kl.detach()
     goal = settings.entropy_per_action * action.shape[-1]
     multiplier_loss = (share * (alpha * (entropy - goal) - beta * (kl - settings.kl_bound))).sum()
-    state.optimizer.zero_grad()
-    (loss + multiplier_loss).backward(inputs=list(state.optimizer.flat.module.parameters()))  # not the critic's
-    norm = state.optimizer.step(mask=batch.mask)
+    norm = state.optimizer.minimize(loss + multiplier_loss, mask=batch.mask)
     return {
         "loss/policy": loss.detach(),
         "grad_norm/policy": norm,

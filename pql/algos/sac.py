@@ -81,9 +81,8 @@ def update_temperature(state: TemperatureState, settings: SacConfig, entropy: Te
     if state.temperature_optimizer is None or not settings.auto_alpha:
         return
     factor = state.log_alpha if settings.alpha_loss == "log" else state.log_alpha.exp()
-    state.temperature_optimizer.zero_grad()
-    (factor * (entropy - settings.entropy_goal(size))).sum().backward()
-    state.temperature_optimizer.step(mask=mask)
+    loss = (factor * (entropy - settings.entropy_goal(size))).sum()
+    state.temperature_optimizer.minimize(loss, mask=mask)
 
 
 def sac_value_update(state: SacCriticState, batch: Batch, settings: SacConfig, gen: Generator) -> Metrics:
@@ -109,9 +108,7 @@ def sac_policy_update(state: SacPolicyState, batch: ObsBatch, settings: SacConfi
     alpha = state.log_alpha.detach().exp()  # [1]
     loss = (share * (alpha * log_prob - q)).sum()
 
-    state.optimizer.zero_grad()
-    loss.backward()
-    norm = state.optimizer.step(mask=batch.mask)
+    norm = state.optimizer.minimize(loss, mask=batch.mask)
     state.update_average(net.average)
     entropy = -(share * log_prob.detach()).sum()
     update_temperature(state, settings, entropy, action.shape[-1], batch.mask)

@@ -40,7 +40,7 @@ class Flat:
         grad = self.sent[:size] if trained else None
         self.data.grad = grad
         self.statistics = self.sent[size:-1].copy_(statistics) if trained else statistics
-        start = 0
+        self.parameters, start = parameters, 0
         for p in parameters:
             stop = start + p.numel()
             p.data = self.data.detach()[start:stop].view_as(p)
@@ -52,6 +52,11 @@ class Flat:
             stop = start + getattr(layer, name).numel()
             setattr(layer, name, self.statistics[start:stop].view_as(getattr(layer, name)))
             start = stop
+
+    def differentiate(self, loss: Tensor) -> None:
+        """Write the gradient of ``loss`` (0-dim) to ``data.grad``; zeros for parameters on which it does not depend."""
+        parts = torch.autograd.grad(loss, self.parameters, allow_unused=True, materialize_grads=True)
+        torch.cat([part.reshape(-1) for part in parts], out=self.data.grad)
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that are published: parameters, statistics if there are any, borrowed parameters."""

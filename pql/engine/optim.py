@@ -38,9 +38,10 @@ class Optimizer:
         """Average gradients over the processes of ``group`` from now on."""
         self.group = group
 
-    def zero_grad(self) -> None:
-        assert self.flat.data.grad is not None
-        self.flat.data.grad.zero_()
+    def minimize(self, loss: Tensor, skip: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        """Take a :meth:`step` on the gradient of ``loss`` (0-dim). Returns its norm before clipping, 0-dim."""
+        self.flat.differentiate(loss)
+        return self.step(skip, mask)
 
     @torch.no_grad()
     def step(self, skip: Tensor | None = None, mask: Tensor | None = None) -> Tensor:

@@ -43,7 +43,6 @@ def test_one_pusher_equals_the_plain_optimiser_bit_for_bit(kind):
         norms = []
         for optimizer in (plain, pushing):
             optimizer.lr.fill_(1e-2 / (i + 1))
-            optimizer.zero_grad()
             optimizer.flat.data.grad.copy_(grad)
             norms.append(optimizer.step(skip))
         assert norms[0] == norms[1]

@@ -13,7 +13,7 @@ from torch import nn
 
 from pql.engine.executors import Inline
 from pql.engine.flat import Flat
-from pql.engine.optim import AdamW, LrSchedule, RAdam, RMSProp, RMSPropTF, polyak
+from pql.engine.optim import AdamW, LrSchedule, Optimizer, RAdam, RMSProp, RMSPropTF, polyak
 from pql.nets.mlp import Layers, mlp
 from pql.run.build import build
 
@@ -41,8 +41,12 @@ def backward(gen, *pairs):
     """Give every (module, optimizer) the gradient of the same regression on rows of ``gen``."""
     x, y = torch.randn(16, 3, generator=gen), torch.randn(16, 2, generator=gen)
     for module, optimizer in pairs:
-        optimizer.zero_grad()
-        (module(x) - y).square().mean().backward()
+        loss = (module(x) - y).square().mean()
+        if isinstance(optimizer, Optimizer):
+            optimizer.flat.differentiate(loss)
+        else:
+            optimizer.zero_grad()
+            loss.backward()
 
 
 def moved(optimizer, *skip):

@@ -55,11 +55,9 @@ class Serial:
     def __init__(self, own, shared, optimizer):
         self.flat, self.lr, self.clip, self.shared, self.optimizer = own.flat, own.lr, own.clip, shared, optimizer
 
-    def zero_grad(self):
-        self.flat.data.grad.zero_()
-
-    def step(self, skip=None, mask=None):
+    def minimize(self, loss, skip=None, mask=None):
         assert skip is None
+        self.flat.differentiate(loss)
         norm = self.flat.data.grad.norm()
         self.shared.grad = self.flat.data.grad * (self.clip / (norm + 1e-6)).clamp(max=1.0)
         self.optimizer.param_groups[0]["lr"] = self.lr

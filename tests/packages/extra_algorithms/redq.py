@@ -44,9 +44,7 @@ def value_update(state: CriticState, batch: Batch, settings: RedqConfig, gen: Ge
         target = torch.addcmul(batch.reward, batch.discount, values.index_select(0, drawn).amin(0))
     q = state.critic.module(batch.obs, batch.action)
     total = ((q - target).square() * share).sum()
-    state.optimizer.zero_grad()
-    total.backward()
-    norm = state.optimizer.step(mask=batch.mask)
+    norm = state.optimizer.minimize(total, mask=batch.mask)
     polyak(state.target, state.critic, settings.critic.tau)
     return {"loss/critic": total.detach(), "value/q": (q.detach()[0] * share).sum(), "grad_norm/critic": norm}
 

@@ -49,9 +49,8 @@ def update(state: PpoState, batch: dict[str, Any], settings: ReinforceConfig, ge
     log_prob = state.net.policy.dist.log_prob(params, batch["action"])
     policy_loss = -(share * (batch["target"] - batch["baseline"]) * log_prob).sum()
     critic_loss = (share * (batch["target"] - value).square()).sum()
-    state.optimizer.zero_grad()
-    (policy_loss + settings.value_coef * critic_loss).backward()
-    norm = state.optimizer.step(mask=batch["mask"])
+    loss = policy_loss + settings.value_coef * critic_loss
+    norm = state.optimizer.minimize(loss, mask=batch["mask"])
     return {
         "loss/policy": policy_loss.detach(),
         "loss/critic": critic_loss.detach(),
