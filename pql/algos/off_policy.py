@@ -121,7 +121,7 @@ def wire_off_policy(kind: OffPolicy[A], setup: Setup[A]) -> Wiring:
     if devices["p"] != devices["v"]:
         replays.append(make_ring(setup, "p", obs_only=True))
     actor = make_noisy_actor(kind, config, spec, nets[0])
-    collector = Collector(setup.env, actor, normalizer, replays, setup.generator("collector"), setup.capture)
+    collector = Collector(setup.env, actor, normalizer, replays, setup.generator("collector"), setup.execution)
     v = make_value_learner(kind, setup, *nets, normalizer, replays[0])
     p = make_policy_learner(kind, setup, *nets, normalizer, replays[-1])
     pulls = {"policy": Flat(collector.actor.policy).tensors()}

@@ -119,7 +119,7 @@ def wire_on_policy(kind: OnPolicy[A], setup: Setup[A]) -> Wiring:
     actor = StochasticActor(copy.deepcopy(net.policy).to(spec.device), spec)
     norm = make_normalizer(setup)
     source = make_source(setup, norm, net)
-    collector = Collector(setup.env, actor, norm, [source.store], setup.generator("collector"), setup.capture)
+    collector = Collector(setup.env, actor, norm, [source.store], setup.generator("collector"), setup.execution)
     flat = Flat(net.to(setup.devices["learner"]), trained=True)
     learner = make_learner(kind, setup, flat, source)
     progress = cast(RolloutState, learner.state).progress

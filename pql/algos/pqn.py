@@ -123,7 +123,7 @@ def wire_pqn(kind: ValueRollout, setup: Setup[PqnConfig]) -> Wiring:
     actor = GreedyActor(copy.deepcopy(net).to(spec.device), epsilon, spec, p.amp)
     norm = make_normalizer(setup)
     rollout = Rollout(spec, norm, setup.rows, cast(Discrete, spec.action).n, home)
-    collector = Collector(setup.env, actor, norm, [rollout], setup.generator("collector"), setup.capture)
+    collector = Collector(setup.env, actor, norm, [rollout], setup.generator("collector"), setup.execution)
     flat = Flat(net.to(home), trained=True)
     state = PqnState(flat, make_pqn_optimizer(config, flat), Progress(home, p.horizon * spec.num_envs))
 

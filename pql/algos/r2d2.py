@@ -146,7 +146,7 @@ def wire_r2d2(kind: Recurrent, setup: Setup[R2d2Config]) -> Wiring:
     epsilon = Epsilon(algo.epsilon, spec.num_envs, spec.device)
     actor = RecurrentActor(copy.deepcopy(net).to(spec.device), epsilon, spec, bool(stored_columns(config)))
     # States are allocated before the ring: see States.
-    collector = Collector(setup.env, actor, norm, [states, ring], setup.generator("collector"), setup.capture)
+    collector = Collector(setup.env, actor, norm, [states, ring], setup.generator("collector"), setup.execution)
     sequences = make_sequences(config, states)
     return value_wiring(collector, ring, sequence_learner(kind, setup, net, norm, sequences), epsilon)
 

@@ -21,7 +21,7 @@ from pql.contract.env import EnvSpec, VecEnv
 from pql.contract.plugins import entry_points
 from pql.contract.registry import import_name
 from pql.engine.flat import Flat
-from pql.engine.graph import Capture
+from pql.engine.graph import Execution
 from pql.engine.schedule import Counts
 from pql.engine.worker import Learner, Tensors
 from pql.errors import ConfigError
@@ -52,7 +52,7 @@ class Setup(Generic[A_co]):
         env: a live environment.
         rows: storage rows per environment, as the family's ``check`` returned them.
         devices: devices by worker.
-        capture: whether graphs are captured.
+        execution: whether bodies are captured and compiled.
     """
 
     config: Config[A_co]
@@ -60,7 +60,7 @@ class Setup(Generic[A_co]):
     counts: Counts
     rows: int
     devices: Devices
-    capture: Capture
+    execution: Execution
 
     @property
     def spec(self) -> EnvSpec:

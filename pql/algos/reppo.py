@@ -282,7 +282,7 @@ def wire_reppo(setup: Setup[ReppoConfig]) -> Wiring:
     actor = StochasticActor(copy.deepcopy(policy).to(spec.device), spec)
     norm = make_normalizer(setup)
     rollout = Rollout(spec, norm, setup.rows, policy.dist.params_size, home)
-    collector = Collector(setup.env, actor, norm, [rollout], setup.generator("collector"), setup.capture)
+    collector = Collector(setup.env, actor, norm, [rollout], setup.generator("collector"), setup.execution)
     state = make_reppo_state(config, policy.to(home), critic.to(home), spec.num_envs)
     now = state.progress
 

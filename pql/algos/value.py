@@ -138,7 +138,7 @@ def wire_value_based(kind: ValueBased, setup: Setup[DqnConfig]) -> Wiring:
     ring = make_ring(setup, "v", extra=stored_columns(config))
     epsilon = Epsilon(algo.epsilon, spec.num_envs, spec.device)
     actor = EpsilonActor(copy.deepcopy(net).to(spec.device), epsilon, spec, bool(stored_columns(config)))
-    collector = Collector(setup.env, actor, norm, [ring], setup.generator("collector"), setup.capture)
+    collector = Collector(setup.env, actor, norm, [ring], setup.generator("collector"), setup.execution)
     return value_wiring(collector, ring, make_q_learner(kind, setup, net, norm, ring), epsilon)
 
 

@@ -19,7 +19,7 @@ from pql.contract.rules import check_answer
 from pql.data.normalize import Normalizer
 from pql.data.replay import Replay
 from pql.data.store import Store
-from pql.engine.graph import Capture
+from pql.engine.graph import EAGER, Execution
 
 
 class Collector:
@@ -29,7 +29,7 @@ class Collector:
         actor: the collecting policy.
         stores: destinations of rows: rings (all but the first are observation-only copies on other devices) or a
             rollout.
-        capture: acting and recording in graphs, with the simulator's step if possible; on the CPU, acting only.
+        execution: of acting and recording, with the simulator's step if possible; on the CPU, of acting only.
 
     Attributes:
         obs: observations [N, ...] to act on next.
@@ -45,13 +45,13 @@ class Collector:
         normalizer: Normalizer,
         stores: Sequence[Store],
         gen: Generator,
-        capture: Capture = "off",
+        execution: Execution = EAGER,
     ):
         self.state = state = CollectorState(env, actor, normalizer, stores, gen)
         self.env, self.actor, self.normalizer, self.stores, self.gen = env, actor, normalizer, stores, gen
         self.device, self.obs, self.episodes = state.device, state.obs, state.episodes
         self.saturation, self.quarantine, self.recorder = state.saturation, state.quarantine, state.recorder
-        self.slices = [EnvSlice(part, capture) for part in state.slices()]
+        self.slices = [EnvSlice(part, execution) for part in state.slices()]
         self.stepper = (LateStepper if state.late else EvenStepper)(state, self.slices)
 
     @property

@@ -21,7 +21,8 @@ from pql.contract.optional import Capturable, GroupedEnv
 from pql.contract.rules import check_answer
 from pql.data.normalize import ALL
 from pql.engine import watchdog
-from pql.engine.graph import Capture, Graph, Restorable, make_graph
+from pql.engine.cpu_graph import make_graph
+from pql.engine.graph import EAGER, Execution, Graph, Restorable
 from pql.types import Step, column
 
 
@@ -30,8 +31,8 @@ class EnvSlice:
 
     Args:
         state: of the whole collector, or of a range of its environments.
-        capture: capture acting and recording in CUDA graphs, or in one graph with the simulator's step between them if
-            it can be captured (``Capturable``).
+        execution: of acting and recording: one body with the simulator's step between them if that can be captured
+            (``Capturable``), or two.
 
     Attributes:
         ids: [n] int64 on the CPU; None: the simulator steps all environments at once.
@@ -39,7 +40,7 @@ class EnvSlice:
         last: the simulator's last step.
     """
 
-    def __init__(self, state: CollectorState, capture: Capture):
+    def __init__(self, state: CollectorState, execution: Execution):
         self.state = state
         env, actor, device, stores = state.env, state.actor, state.device, state.stores
         n, here = actor.action.shape[0], actor.action.device
@@ -52,9 +53,9 @@ class EnvSlice:
         # A copy to another device joins that device's current stream, which is not allowed during capture.
         near = all(store.device == here for store in stores)
         alone = near and self.ids is None and not state.default_stream and Graph.possible(device)
-        whole_step = capture != "off" and alone and capturable(env)
+        whole_step = execution.capture != "off" and alone and capturable(env)
         drawn = [state.gen, *(cast(Capturable, env).generators if whole_step else ())]
-        part: Capture = "off" if whole_step else capture
+        part = EAGER if whole_step else execution
         acting = _Changed({"actor": actor}, {}, state.gen)
         statistics = {k: getattr(state, k) for k in ("actor", "normalizer", "episodes", "quarantine")}
         # Rows past a position are unused, so positions suffice.
@@ -62,8 +63,8 @@ class EnvSlice:
         recording = _Changed(statistics, positions)
         stepping = _Changed({"act": acting, "record": recording, "env": cast(Any, env)}, state.obs)
         self._act = make_graph(self._act_body, device, [state.gen], acting, part, "acting")
-        self._record = Graph(self._record_body, device, [], recording, part if near else "off")
-        self._step = Graph(self._step_body, device, drawn, stepping, capture if whole_step else "off")
+        self._record = Graph(self._record_body, device, [], recording, part if near else EAGER)
+        self._step = Graph(self._step_body, device, drawn, stepping, execution if whole_step else EAGER)
         self._answer: Step | None = None  # the captured step's output, at the graph's addresses
 
     def prepare(self) -> None:

@@ -139,6 +139,11 @@ class PlacementConfig:
     start_seconds: float = setting(
         600.0, "Time limit of building, of a reset, and of each worker's first tick or step.", above=0, high=1e6
     )
+    compile: str = setting(
+        "auto",
+        "Compile updates and steps with Inductor; auto: on CUDA, where Triton and a C compiler are installed.",
+        choices=("auto", "on", "off"),
+    )
     matmul: str = setting(
         "fast",
         "fast: TF32 on CUDA, oneDNN's reduced-precision mode on the CPU; exact: plain float32.",

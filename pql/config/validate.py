@@ -121,8 +121,9 @@ def _check_replicas(config: Config) -> None:
     central: CentralConfig = algo.central  # type: ignore[attr-defined]
     if place.executor == "inline" and central.order == "turns" and count > 1:
         raise ConfigError("algo.central.order", "turns", "free with placement.executor=inline: whole ticks take turns")
-    if config.graphs == "on":
-        raise ConfigError("graphs", "on", "auto or off with algo.schedule=replicas: a push takes locks")
+    for name, value in (("graphs", config.graphs), ("placement.compile", place.compile)):
+        if value == "on":
+            raise ConfigError(name, "on", "auto or off with algo.schedule=replicas: a push takes locks")
 
 
 def likely_device(name: str) -> str:

@@ -1,44 +1,47 @@
-"""Graphs with an eager twin: ``graph()`` runs its body, captured or not.
+"""Bodies of device work with an eager twin: ``graph()`` runs its body, compiled or not, captured or not.
+
+Compiled, a body is a :class:`~pql.engine.compiled.Program`. It is compared with its eager form before it is used.
 
 On a GPU the capture is a CUDA graph. It is made after a warm-up that leaves no trace, on a separate capture stream and
 memory pool: cuBLAS keeps one workspace per stream, so graphs captured on the same stream must not be replayed
-concurrently.
-
-On the CPU it is a TorchScript program of the body's operations, which runs without Python and without the GIL. Small
-networks spend about half of an update in Python, and threads that run small operations wait for each other's GIL. The
-program calls the same kernels with the same arguments as the eager body, so its results are the same bits;
-:meth:`CpuGraph.take` checks that. Only the interpreter of TorchScript is used, on graphs that are built here from
-recorded operations: no source is parsed, traced or compiled, and no optimisation runs.
+concurrently. On the CPU see ``cpu_graph.py``.
 """
 
+import importlib.util
+import os
+import shutil
+import sysconfig
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Generator, Tensor
-from torch.utils._pytree import tree_leaves
 
-from pql.engine.tape import Tape, tensors_of, undecorated
-from pql.errors import ConfigError, PqlWarning, RunError, first_line
-from pql.types import bytes_of
+from pql.engine.compiled import Program, compile_body
+from pql.errors import ConfigError, PqlWarning, first_line
 
 WARMUP = 3
 
-ROOM = 256 * 2**20
-"""Bytes of intermediate results above which a body stays eager: the recording holds all of them at once, and large
-operations gain nothing."""
+Choice = Literal["auto", "on", "off"]
 
-INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-CODES = {kind: code for code, kind in enumerate((*INTEGERS, torch.float16, torch.float32, torch.float64))}
-CODES |= {torch.bool: 11, torch.bfloat16: 15}
-CODES |= {torch.strided: 0, torch.contiguous_format: 0, torch.preserve_format: 1, torch.channels_last: 2}  # type: ignore[dict-item]
-"""How TorchScript writes dtypes, layouts and memory formats (c10/core/ScalarType.h, Layout.h, MemoryFormat.h)."""
 
-Capture = Literal["auto", "on", "off"]
+class Execution(NamedTuple):
+    """How bodies run.
+
+    Attributes:
+        capture: ``off``: eagerly; ``on``: it is an error if one cannot be captured.
+        compile: ``auto``: on a GPU, if it works; ``on``: it is an error if one cannot be compiled.
+    """
+
+    capture: Choice = "off"
+    compile: Choice = "off"
+
+
+EAGER = Execution()
 
 
 class Restorable(Protocol):
@@ -77,6 +80,20 @@ def host_reads(device: torch.device) -> bool:
     return not (Graph.possible(device) or getattr(_here, "recording", False))
 
 
+def no_compiler(device: torch.device) -> str | None:
+    """Return what Inductor lacks to compile for a device, or None."""
+    compilers = [c for c in (os.environ.get("CC"), os.environ.get("CXX"), "cc", "gcc", "g++", "clang") if c]
+    if not any(shutil.which(c) for c in compilers):
+        return "no C compiler was found; install gcc or set CC"
+    if device.type != "cuda":
+        return None
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+        return "Python.h was not found; install Python's headers (Debian: python3-dev)"
+    return None
+
+
 class Graph:
     """A body of device work that reads and writes fixed addresses.
 
@@ -84,7 +101,11 @@ class Graph:
         body: without host syncs, allocations that outlive it, or branches on tensors.
         generators: all generators that it draws from.
         owner: its state is saved before the warm-up and restored in place after it.
-        capture: ``off``: ``body`` always runs eagerly; ``on``: it is an error if it cannot be captured.
+        name: the body's, for messages.
+
+    Attributes:
+        program: the compiled body; None: it is eager.
+        graph: the captured body; None: it is not captured.
     """
 
     def __init__(
@@ -93,11 +114,15 @@ class Graph:
         device: torch.device,
         generators: Sequence[Generator],
         owner: Restorable,
-        capture: Capture,
+        execution: Execution = EAGER,
+        name: str = "a body",
     ):
-        self.body, self.device, self.generators, self.owner = body, device, generators, owner
-        self.capture, self.required = capture != "off" and self.possible(device), capture == "on"
-        self.name = "a body"  # for messages
+        self.body, self.device, self.generators, self.owner, self.name = body, device, generators, owner, name
+        self.capture, self.required = execution.capture != "off" and self.possible(device), execution.capture == "on"
+        self.compile: Choice = execution.compile
+        if self.compile == "auto" and device.type != "cuda":
+            self.compile = "off"
+        self.program: Program | None = None
         self.graph: Captured | None = None
 
     # Only the four methods below call CUDA; a CPU stand-in (``tape.py``) replaces them.
@@ -134,255 +159,48 @@ class Graph:
         torch.cuda.synchronize(self.device)
 
     def prepare(self) -> None:
-        """Warm up and capture, then restore the owner's state. Called before the loop, with the device idle."""
-        if not self.capture or self.graph is not None:
+        """Compile, warm up and capture, then restore the owner's state.
+
+        Called before the loop, with the device idle.
+        """
+        if self.graph is not None or not (self.capture or self.compile != "off"):
             return
         with self.place():
             saved = clone_state(self.owner.state_dict())
-            graph = self.take()
-            self.owner.load_state_dict(saved)
+
+            def restore() -> None:
+                self.owner.load_state_dict(clone_state(saved))
+
+            if self.compile != "off":
+                self._compile(restore)
+            graph = self.take() if self.capture else None
+            restore()
             self.finish()
         self.graph = graph
+
+    def _compile(self, restore: Callable[[], None]) -> None:
+        """Replace the body by its compiled form, or say why it stays as it is."""
+        why = no_compiler(self.device)
+        if why is None:
+            try:
+                with recording(), torch.enable_grad():
+                    self.body()  # allocates what is allocated once
+                    restore()
+                    program = compile_body(self.body, self.generators)
+                restore()
+                why = program.difference()
+            except Exception as error:  # Inductor's errors have no common type
+                why = first_line(error)
+            restore()
+        if why is None:
+            self.program, self.body = program, program.replay
+        elif self.compile == "on":
+            raise ConfigError("placement.compile", "on", f"auto or off: {self.name} cannot be compiled, {why}")
+        else:
+            warnings.warn(f"{self.name}: not compiled, {why}", PqlWarning, stacklevel=2)
 
     def __call__(self) -> None:
         if self.graph is not None:
             self.graph.replay()
         else:
             self.body()
-
-
-# -- on the CPU ------------------------------------------------------------------------------------------------------
-
-
-class UnsupportedError(Exception):
-    """A body that cannot become a program; the text says why."""
-
-
-@undecorated
-class BoundedTape(Tape):
-    """A tape that stops where intermediate results exceed ``ROOM``."""
-
-    def __init__(self, generators: Sequence[Generator] = ()):
-        super().__init__(generators)
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = super().__torch_dispatch__(func, types, args, kwargs)
-        if not func.is_view and not func._schema.is_mutable:
-            self.bytes += sum(t.numel() * t.element_size() for t in tensors_of(out))
-        if self.bytes > ROOM:
-            raise TooLargeError
-        return out
-
-
-class TooLargeError(Exception):
-    """Intermediate results need too much memory."""
-
-
-class Kind(NamedTuple):
-    """A type of TorchScript's."""
-
-    type: Any
-    name: str  # without ``Optional``
-    element: "Kind | None"  # of a list
-
-
-class Argument(NamedTuple):
-    name: str
-    default: Any
-    kind: Kind
-    changed: bool  # by the operation
-
-
-class Signature(NamedTuple):
-    """An operation's schema: reading torch's own is slow, and a body calls few operations many times."""
-
-    name: str
-    arguments: tuple[Argument, ...]
-    returns: tuple[Any, ...]
-    returns_list: bool
-
-
-def kind_of(given: Any) -> Kind:
-    inner = given.getElementType() if given.kind() == "OptionalType" else given
-    return Kind(given, inner.kind(), kind_of(inner.getElementType()) if inner.kind() == "ListType" else None)
-
-
-@cache
-def signature(func: Any) -> Signature:
-    schema = func._schema
-    arguments = (Argument(a.name, a.default_value, kind_of(a.type), a.alias_info is not None) for a in schema.arguments)
-    returns = tuple(result.type for result in schema.returns)
-    return Signature(schema.name, tuple(arguments), returns, [r.kind() for r in returns] == ["ListType"])
-
-
-def outputs(node: Any, count: int) -> list[Any]:
-    """Return a node's outputs by number: torch's iterator ends with an exception of C++, the slowest step of all."""
-    return [node.outputsAt(i) for i in range(count)]
-
-
-class Recorded:
-    """The operations of a tape as a TorchScript function.
-
-    Args:
-        tape: recorded operations. Tensors that no operation of the tape created are read and written where they are.
-    Raises:
-        UnsupportedError: an argument that TorchScript cannot hold.
-    """
-
-    def __init__(self, tape: Tape):
-        self.graph: Any = torch._C.Graph()
-        self.values: dict[int, Any] = {}  # by id of a tensor
-        self.inputs: list[Tensor] = []
-        self.written: list[Any] = []  # lists with tensors that an operation changes
-        for func, args, kwargs, out in tape.calls:
-            self._call(func, args, kwargs, out)
-        # Lists whose tensors are changed are returned, because TorchScript would drop these operations as unused.
-        changed = torch._C.TupleType([value.type() for value in self.written])
-        self.graph.registerOutput(self._node("prim::TupleConstruct", self.written, changed))
-        self.graph.lint()
-        self.function = torch._C._create_function_from_graph("body", self.graph)
-        self.values.clear()  # the tape keeps all tensors, and so their ids, until here
-        self.written.clear()
-
-    def replay(self) -> None:
-        """Run all operations on the current contents of memory."""
-        with torch.no_grad(), torch.jit.optimized_execution(False):
-            self.function(*self.inputs)
-
-    def _node(self, kind: str, inputs: Sequence[Any], result: Any) -> Any:
-        node = self.graph.create(kind, list(inputs), 1)
-        self.graph.insertNode(node)
-        node.output().setType(result)
-        return node.output()
-
-    def _call(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
-        schema, inputs = signature(func), []
-        for i, argument in enumerate(schema.arguments):
-            given = args[i] if i < len(args) else kwargs.get(argument.name, argument.default)
-            inputs.append(self._argument(given, argument.kind))
-            if argument.changed and isinstance(given, list):
-                self.written.append(inputs[-1])
-        node = self.graph.create(schema.name, inputs, len(schema.returns))
-        self.graph.insertNode(node)
-        values = outputs(node, len(schema.returns))
-        for value, result in zip(values, schema.returns, strict=True):
-            value.setType(result)
-        made = list(out) if isinstance(out, (list, tuple)) else [out]
-        if schema.returns_list:
-            node = self.graph.create("prim::ListUnpack", values, len(made))
-            self.graph.insertNode(node)
-            values = outputs(node, len(made))
-        for tensor, value in zip(made, values, strict=False):  # none is listed for an operation without a result
-            if isinstance(tensor, Tensor):
-                self.values[id(tensor)] = value
-
-    def _argument(self, given: Any, kind: Kind) -> Any:
-        """Return the graph's value for an argument of the type ``kind``."""
-        if isinstance(given, Tensor):
-            return self._tensor(given)
-        if given is None or isinstance(given, (Generator, torch.device, str)):
-            return self.graph.insertConstant(given)
-        if kind.element is not None:
-            return self._list(given if isinstance(given, (list, tuple)) else [given], kind.element)
-        return self.graph.insertConstant(self._number(given, kind.name))
-
-    def _list(self, given: Sequence[Any], element: Kind) -> Any:
-        if given and all(isinstance(g, (bool, int, float)) for g in given) and element.name != "NumberType":
-            return self.graph.insertConstant([self._number(g, element.name) for g in given])
-        values = [self._argument(g, element) for g in given]
-        return self._node("prim::ListConstruct", values, torch._C.ListType(element.type))
-
-    def _number(self, given: Any, kind: str) -> Any:
-        if isinstance(given, (torch.dtype, torch.layout, torch.memory_format)):
-            if given not in CODES:
-                raise UnsupportedError(f"a program cannot hold {given}")
-            return CODES[given]
-        if not isinstance(given, (bool, int, float)):
-            raise UnsupportedError(f"a program cannot hold a {type(given).__name__}")
-        convert: Callable[[Any], Any] = {"FloatType": float, "BoolType": bool, "IntType": int}.get(kind, type(given))
-        return convert(given)
-
-    def _tensor(self, tensor: Tensor) -> Any:
-        if id(tensor) not in self.values:
-            value = self.graph.addInput()
-            value.setType(torch._C.TensorType.get())
-            self.values[id(tensor)] = value
-            self.inputs.append(tensor.detach())
-        return self.values[id(tensor)]
-
-
-class CpuGraph(Graph):
-    """A graph whose capture is a program, on the CPU.
-
-    A body that cannot become one stays eager: with a warning, unless it is only too large.
-    """
-
-    @staticmethod
-    def possible(device: torch.device) -> bool:
-        return device.type == "cpu" and hasattr(torch._C, "_create_function_from_graph")
-
-    def place(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def take(self) -> Recorded | None:
-        try:
-            return self._program()
-        except TooLargeError:
-            why = f"its intermediate results exceed {ROOM >> 20} MiB"
-        except (UnsupportedError, RuntimeError, RunError) as error:
-            why = first_line(error)
-            if not self.required:
-                warnings.warn(f"{self.name}: no graph, {why}", PqlWarning, stacklevel=2)
-        if self.required:
-            raise ConfigError("graphs", "on", f"auto or off: {self.name} cannot be captured, {why}")
-        return None
-
-    def _program(self) -> Recorded:
-        state = clone_state(self.owner.state_dict())
-        with recording(), torch.enable_grad():  # as in a worker's thread
-            self.body()  # allocates what is allocated once
-            with BoundedTape(self.generators) as tape:
-                self.body()
-            program = Recorded(tape)
-            after = []
-            for run in (self.body, program.replay):
-                self.owner.load_state_dict(clone_state(state))
-                for _ in range(2):
-                    run()
-                after.append(clone_state(self.owner.state_dict()))
-        if not same(*after):
-            raise UnsupportedError("it depends on values that change outside of tensors")
-        return program
-
-    def finish(self) -> None:
-        pass
-
-
-def same(one: Any, two: Any) -> bool:
-    """Return True if two nested dicts of tensors have the same bits; NaN equals NaN."""
-
-    def bits(state: Any) -> Iterable[Any]:
-        return [bytes_of(x) if isinstance(x, Tensor) else x for x in tree_leaves(state)]
-
-    return all(
-        torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(bits(one), bits(two), strict=True)
-    )
-
-
-def make_graph(
-    body: Callable[[], None],
-    device: torch.device,
-    generators: Sequence[Generator],
-    owner: Restorable,
-    capture: Capture,
-    name: str,
-) -> Graph:
-    """Create the graph of a body (see ``Graph``): a CUDA graph, or a program on the CPU.
-
-    Args:
-        name: the body's, for messages.
-    """
-    graph = (Graph if Graph.possible(device) else CpuGraph)(body, device, generators, owner, capture)
-    graph.name = name
-    return graph

@@ -8,7 +8,8 @@ touches version v, which may still be read: the join of all workers between tick
 """
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import Field, dataclass, fields
 from typing import Any, TypeVar
 
@@ -17,8 +18,10 @@ from torch import Generator, Tensor
 
 from pql.engine import watchdog
 from pql.engine.collectives import ALONE, Group
-from pql.engine.graph import Capture, CpuGraph, make_graph
+from pql.engine.cpu_graph import CpuGraph, make_graph
+from pql.engine.graph import Execution
 from pql.engine.optim import Optimizer
+from pql.engine.recorder import boundary
 from pql.types import Metrics
 
 
@@ -174,21 +177,23 @@ class MetricSum:
 class LearnerJob:
     """A burst of ``size`` updates in one graph, or eager (``Graph``)."""
 
-    def __init__(self, learner: Learner, size: int, device: torch.device, capture: Capture):
+    def __init__(self, learner: Learner, size: int, device: torch.device, execution: Execution):
         self.learner, self.size = learner, size
         self.metrics = MetricSum()
         self.updates = 0
         self.group = ALONE
         self.graph = make_graph(
-            self._burst, device, [learner.gen], self, capture, f"the updates of worker {learner.name}"
+            self._burst, device, [learner.gen], self, execution, f"the updates of worker {learner.name}"
         )
 
     def _burst(self) -> None:
         one = self.learner
         for batch in one.draw(self.size, one.gen):
+            boundary()  # so that all updates of a burst share what is compiled for one
             metrics = one.update(one.state, batch, one.settings, one.gen)
             broken = [optimizer.broken for optimizer in one.state.optimizers()]
             self.metrics.add({**metrics, f"skipped/{one.name}": functools.reduce(torch.maximum, broken)})
+            boundary()
             watchdog.touch()
 
     def __call__(self, bursts: int) -> None:
@@ -214,6 +219,17 @@ class LearnerJob:
         self.learner.state.load_state_dict(state["state"])
         self.learner.gen.set_state(state["gen"].cpu())
         self.metrics.zero()
+
+
+@contextmanager
+def intra_op(threads: int) -> Iterator[None]:
+    """Set the intra-op threads of the calling thread in the block."""
+    before = torch.get_num_threads()  # first: its first call sets the calling thread to the process-wide count
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 Pull = tuple[WeightSlot, Sequence[Tensor]]
@@ -247,10 +263,7 @@ class Worker:
 
     def run(self, count: int, version: int | None = None) -> None:
         """Pull (``version``, or the newest if None), work, publish."""
-        # get_num_threads first: its first call sets the calling thread to the process-wide count.
-        threads = torch.get_num_threads()
-        torch.set_num_threads(self.threads)
-        try:
+        with intra_op(self.threads):
             for slot, target in self.pulls:
                 self.pulled[slot.name] = slot.pull(target, slot.version if version is None else version)
                 if self.trace:
@@ -260,5 +273,3 @@ class Worker:
                 slot.publish()
                 if self.trace:
                     self.trace("publish", self.name, slot.name, slot.version)
-        finally:
-            torch.set_num_threads(threads)

@@ -11,7 +11,7 @@ from pql.algos.registry import Setup, Wiring, family_of
 from pql.config import Config
 from pql.contract.env import EnvSpec, VecEnv
 from pql.engine.executors import Executor, Inline, Threads
-from pql.engine.graph import Capture
+from pql.engine.graph import EAGER, Choice, Execution
 from pql.engine.placement import Machine, keep_freed_memory, machine_of, make_executor, make_inline, set_precision
 from pql.engine.schedule import Concurrent, Counts, Lockstep, Schedule, Trace
 from pql.engine.worker import LearnerJob, WeightSlot, Worker
@@ -40,6 +40,7 @@ def build(
     keep_freed_memory()
     counts = family.counts(config)
     first = machines[0]
+    execution = Execution(cast(Choice, config.graphs), cast(Choice, config.placement.compile))
     home, together = first.devices[config.algo.learners[0]], all(m.devices == first.devices for m in machines)
     spec = env.spec if env is not None else describe_env(config if together else each[0], first)
     rows = 0 if spec is None else _check(config, spec, counts, home, env)
@@ -51,7 +52,7 @@ def build(
             if env is None:
                 opened.callback(started.close)
             rows = rows or _check(share, started.spec, counts, home, env)
-            setup = Setup(share, started, counts, rows, machine.devices, capture=cast(Capture, config.graphs))
+            setup = Setup(share, started, counts, rows, machine.devices, execution)
             replicas.append(_assemble(setup, family.wire(setup), machine, trace, executor))
         parts = replicas[0]
         if config.algo.schedule == "replicas":
@@ -92,8 +93,8 @@ def _assemble(setup: Setup, wiring: Wiring, machine: Machine, trace: Trace | Non
         name: WeightSlot(name, source) for _, publishes in exchanged.values() for name, source in publishes.items()
     }
     rounds = 1 if kind == "concurrent" else counts.rounds
-    capture: Capture = "off" if kind == "replicas" else setup.capture  # replicas take locks, which cannot be captured
-    jobs = {w: LearnerJob(learners[w], counts.updates[w] // rounds, devices[w], capture) for w in learners}
+    execution = EAGER if kind == "replicas" else setup.execution  # replicas take locks, which cannot be captured
+    jobs = {w: LearnerJob(learners[w], counts.updates[w] // rounds, devices[w], execution) for w in learners}
     workers = {}
     for w, (pulls, publishes) in exchanged.items():
         pulled, published = [(slots[s], t) for s, t in pulls.items()], [slots[s] for s in publishes]

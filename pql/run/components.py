@@ -24,7 +24,7 @@ from pql.engine.flat import Flat
 from pql.engine.placement import Machine
 from pql.engine.schedule import Counts, Schedule
 from pql.engine.watchdog import touch, watching
-from pql.engine.worker import Learner, LearnerJob, MetricSum, WeightSlot, Worker
+from pql.engine.worker import Learner, LearnerJob, MetricSum, WeightSlot, Worker, intra_op
 from pql.errors import ConfigError
 
 
@@ -58,11 +58,13 @@ class Parts:
     # -- from the start to the end ----------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Capture CUDA graphs if enabled; call before the first reset."""
-        with self._starting("the capture of graphs"):
-            self.collector.prepare()
-            for job in self.jobs.values():
-                job.graph.prepare()
+        """Compile and capture bodies if enabled; call before the first reset."""
+        with self._starting("the compilation and capture of graphs"):
+            with intra_op(self.workers["collector"].threads):  # what is compiled for the CPU depends on their number
+                self.collector.prepare()
+            for name, job in self.jobs.items():
+                with intra_op(self.workers[name].threads):
+                    job.graph.prepare()
 
     def preparation(self) -> str:
         """Return what :meth:`prepare` is doing, in words. Other threads may call it."""

@@ -15,9 +15,10 @@ from torch import Generator, nn
 
 from pql.config import Config
 from pql.config.compose import compose
-from pql.engine import graph as graphs
+from pql.engine import cpu_graph as graphs
+from pql.engine.cpu_graph import CpuGraph, Recorded, make_graph
 from pql.engine.executors import Inline
-from pql.engine.graph import CpuGraph, Recorded, make_graph
+from pql.engine.graph import Execution
 from pql.engine.tape import Tape
 from pql.errors import ConfigError, PqlWarning
 
@@ -59,7 +60,7 @@ class Owner:
 
 
 def graph_of(body, owner, capture="auto"):
-    return make_graph(body, torch.device("cpu"), [owner.gen], owner, capture, "the body")
+    return make_graph(body, torch.device("cpu"), [owner.gen], owner, Execution(capture), "the body")
 
 
 def every_kind_of_argument(owner):

@@ -37,7 +37,7 @@ from torch import Generator
 from pql.algos.registry import seeds
 from pql.contract.grouped import joined
 from pql.engine.executors import Inline
-from pql.engine.graph import Graph
+from pql.engine.graph import Execution, Graph
 from pql.run.build import build
 from pql.run.environment import build_env
 from tools.gpu.runs import Ordered
@@ -271,7 +271,7 @@ class Draws:
         self.gen = Generator(DEVICE).manual_seed(11)
         self.normal = torch.zeros(1000, device=DEVICE)
         self.whole = torch.zeros(1000, dtype=torch.int64, device=DEVICE)
-        self.graph = Graph(self.body, torch.device(DEVICE, 0), [self.gen], self, "on" if capture else "off")
+        self.graph = Graph(self.body, torch.device(DEVICE, 0), [self.gen], self, Execution("on" if capture else "off"))
         self.graph.prepare()
 
     def body(self):
@@ -313,7 +313,7 @@ class Product:
         self.left = torch.randn(64, 16384, generator=gen, device=DEVICE)
         self.right = torch.randn(16384, 64, generator=gen, device=DEVICE)
         self.total = torch.zeros(64, 64, device=DEVICE)
-        self.graph = Graph(self.body, torch.device(DEVICE, 0), [], self, capture="on")
+        self.graph = Graph(self.body, torch.device(DEVICE, 0), [], self, Execution("on"))
         self.graph.prepare()
 
     def body(self):

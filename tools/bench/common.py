@@ -16,7 +16,7 @@ import torch
 
 from pql.config import Config, CriticConfig, DdpgConfig, DeterministicPolicyConfig, ReplayConfig
 from pql.contract.env import VecEnv
-from pql.engine.graph import Graph
+from pql.engine.graph import Execution, Graph
 from pql.engine.placement import processor
 from pql.run.build import build
 from pql.run.components import Parts
@@ -143,7 +143,7 @@ def repeated(fn: Callable[[], Any], count: int, device: torch.device) -> Callabl
 
     if not Graph.possible(device):
         return body
-    graph = Graph(body, device, (), torch.nn.Module(), capture="on")
+    graph = Graph(body, device, (), torch.nn.Module(), Execution("on"))
     graph.prepare()
     return graph
 

@@ -23,7 +23,7 @@ from pql.collect.actors import action_buffer
 from pql.config import Config, DdpgConfig, PlacementConfig, ReplayConfig
 from pql.contract.conformance import check_env
 from pql.contract.env import make_env
-from pql.engine.graph import Graph
+from pql.engine.graph import Execution, Graph
 from tools.bench import learner
 from tools.bench.common import Row, alternate, compare, microseconds
 from tools.gpu import runs
@@ -225,7 +225,7 @@ def step_rows(task: str, counts: list[int], args: Any) -> Found:
         env: Any = make_env(task, n, args.device)
         env.reset(0)
         action = action_buffer(env.spec)
-        graph = Graph(partial(env.step, action), env.spec.device, env.generators, env, capture="on")
+        graph = Graph(partial(env.step, action), env.spec.device, env.generators, env, Execution("on"))
         graph.prepare()
         fns: dict[str, Callable[[], Any]] = {"captured": graph, "eager": partial(env.step, action)}
         times = alternate({k: microseconds(fn, args.seconds, env.spec.device) for k, fn in fns.items()}, args.rounds)

@@ -1,0 +1,354 @@
+"""Bodies compiled by Inductor: few, full kernels instead of one for every operation.
+
+A body is run once, and its operations are recorded (``recorder.py``), gradients included. They become :class:`Region`,
+pure functions of tensors that Inductor compiles once per shape, and :class:`Single`, which run as recorded: draws of
+registered generators, which come first as they depend on shapes alone, and operations of other libraries, such as
+collectives. Regions with equal operations and shapes, such as the updates of a burst, share the compiled function.
+
+Inductor runs in its deterministic mode: it picks kernels without measuring, so that every process makes the same ones.
+"""
+
+from collections.abc import Callable, Sequence
+from operator import getitem
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Generator, Tensor
+
+from pql.engine.forms import ALIGNED, FORMS, cast_views
+from pql.engine.recorder import (
+    Call,
+    Made,
+    NotCompiledError,
+    Outside,
+    Recorder,
+    TensorLayout,
+    is_reference,
+    layout_of,
+    recorded,
+    references,
+    replaced,
+    written_by,
+)
+from pql.engine.tape import tensors_of
+from pql.nets.distributions import fusing
+
+LARGE = 64 * 2**20
+"""Bytes above which a tensor is not copied for a comparison: a replay."""
+
+LAYOUT = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+"""Operations that allocate memory whose content does not matter."""
+
+aten = torch.ops.aten
+
+
+class SharedStorage(NamedTuple):
+    """Tensors in one storage that a region uses, such as the parameters of a network, and its length up to them."""
+
+    members: list[Outside]
+    size: int
+
+
+class Region:
+    """Consecutive operations as one compiled function, and the tensors that it is called with.
+
+    Args:
+        calls: operations that all can be compiled.
+        needed: tensors that are used after it.
+        recorder: what it was recorded with.
+        shared: compiled functions of earlier regions by their text; this one's is added.
+    """
+
+    def __init__(self, calls: list[Call], needed: set[Made], recorder: Recorder, shared: dict[str, Any]):
+        self.calls, self.recorder = calls, recorder
+        created = [made for call in calls for made in call.created()]
+        self.outputs = [made for made in created if made in needed]
+        given = dict.fromkeys(ref for call in calls for ref in call.inputs())
+        self.inputs = [ref for ref in given if ref not in set(created)]
+        self.groups = self._groups()
+        grouped = {ref for group in self.groups for ref in group.members}
+        self.single = [ref for ref in self.inputs if ref not in grouped]
+        key = self._text(created)
+        self.fixed = [self._base(group) for group in self.groups]
+        self.first = key not in shared
+        if self.first:
+            shared[key] = inductor(self._module(), [*self.fixed, *map(self._example, self.single)])
+        self.function = shared[key]
+
+    def __call__(self, values: dict[Made, Tensor]) -> None:
+        values.update(zip(self.outputs, self.function(self._given(values)), strict=True))
+
+    @property
+    def tolerance(self) -> float:
+        """Largest relative difference that rounding explains.
+
+        Products in TF32 and bfloat16 have errors of 2^-11 and 2^-8. Ties that rounding breaks, such as the lower of two
+        distributions, move whole rows.
+        """
+        lower = any(made.dtype == torch.bfloat16 for made in self.recorder.layouts)
+        return 0.2 if lower else 0.05
+
+    def _given(self, values: dict[Made, Tensor]) -> list[Tensor]:
+        outside = self.recorder.outside
+        return [*self.fixed, *(values[r] if isinstance(r, Made) else outside[r.number] for r in self.single)]
+
+    def difference(self, values: dict[Made, Tensor]) -> float:
+        """Run compiled and eager on copies of the inputs, whose zeros are replaced by numbers from 0 to 1.
+
+        Returns the largest relative difference between results or changes of inputs.
+        """
+        before = [t if t.numel() * t.element_size() > LARGE else varied(t) for t in self._given(values)]
+        twins = [[t if t.numel() * t.element_size() > LARGE else t.clone() for t in before] for _ in range(2)]
+        results = [list(self.function(twins[0])), list(self._module()(*twins[1]))]
+        values.update(zip(self.outputs, results[0], strict=True))
+        changes = [relative(*pair) for pair in zip(*results, strict=True)]
+        changes += [relative(one, two, old) for one, two, old in zip(*twins, before, strict=True)]
+        return max(changes, default=0.0)
+
+    def _layout(self, ref: Made | Outside) -> TensorLayout:
+        if isinstance(ref, Made):
+            return self.recorder.layouts[ref.number]
+        return layout_of(self.recorder.outside[ref.number])
+
+    def _example(self, ref: Made | Outside) -> Tensor:
+        return self._layout(ref).empty() if isinstance(ref, Made) else self.recorder.outside[ref.number].detach()
+
+    def _groups(self) -> list[SharedStorage]:
+        """Return the inputs that share a storage, by storage: Inductor must know that writing one changes another."""
+        by_storage: dict[Any, list[Outside]] = {}
+        for ref in self.inputs:
+            if isinstance(ref, Outside):
+                tensor = self.recorder.outside[ref.number]
+                by_storage.setdefault((tensor.untyped_storage()._cdata, tensor.dtype), []).append(ref)
+        groups = []
+        for members in by_storage.values():
+            if len(members) > 1:
+                groups.append(SharedStorage(members, max(end(self.recorder.outside[ref.number]) for ref in members)))
+        written = {ref for call in self.calls for ref in written_by(call)}
+        storages = [storage for storage, _ in by_storage]
+        mixed = {storage for storage in storages if storages.count(storage) > 1}
+        for ref in written & set(self.inputs):
+            if isinstance(ref, Outside) and self.recorder.outside[ref.number].untyped_storage()._cdata in mixed:
+                raise NotCompiledError("it writes memory that it also reads as another type")
+        return groups
+
+    def _base(self, group: SharedStorage) -> Tensor:
+        """Return a group's memory as one vector."""
+        one = self.recorder.outside[group.members[0].number].detach()
+        return one.as_strided((group.size,), (1,), 0)
+
+    def _text(self, created: list[Made]) -> str:
+        """Return the operations with tensors numbered in the order of their use: the same for equal regions."""
+        numbers = {ref: f"%{i}" for i, ref in enumerate([*self.inputs, *created])}
+        lines = [
+            f"{group.size} " + " ".join(f"{numbers[ref]}+{self._offset(ref)}" for ref in group.members)
+            for group in self.groups
+        ]
+        lines += [f"{numbers[ref]} {self._layout(ref)} {self._aligned(ref)}" for ref in self.inputs]
+        lines += [f"{c.func} {replaced((c.args, c.kwargs, c.made), numbers.__getitem__)}" for c in self.calls]
+        return "\n".join([*lines, *(numbers[ref] for ref in self.outputs)])
+
+    def _aligned(self, ref: Made | Outside) -> bool:
+        return isinstance(ref, Made) or self.recorder.outside[ref.number].data_ptr() % ALIGNED == 0
+
+    def _offset(self, ref: Outside) -> int:
+        return int(self.recorder.outside[ref.number].storage_offset())
+
+    def _module(self) -> torch.fx.GraphModule:
+        """Return the region as a graph of its operations, in the forms that compile well."""
+        graph, nodes = torch.fx.Graph(), dict[Any, Any]()
+        bases = [graph.placeholder(f"base{i}") for i in range(len(self.groups))]
+        for i, ref in enumerate(self.single):
+            nodes[ref] = graph.placeholder(f"input{i}")
+        for group, base in zip(self.groups, bases, strict=True):
+            for ref in group.members:
+                size, stride, *_ = self._layout(ref)
+                nodes[ref] = graph.call_function(torch.as_strided, (base, size, stride, self._offset(ref)))
+        cast = self._casts(graph, bases)
+        for call in self.calls:
+            if key := cast_of(call):
+                node = cast.get(key)
+                if node is not None:
+                    nodes[call.made] = node
+                    continue
+            args, kwargs = replaced((call.args, call.kwargs), nodes.__getitem__)
+            node = graph.call_function(FORMS.get(call.func, call.func), args, kwargs)
+            if is_reference(call.made):
+                nodes.setdefault(call.made, node)
+                continue
+            for i, made in enumerate(call.made or ()):
+                if is_reference(made) and made not in nodes:
+                    nodes[made] = graph.call_function(getitem, (node, i))
+        graph.output(tuple(nodes[ref] for ref in self.outputs))
+        return torch.fx.GraphModule({}, graph)
+
+    def _casts(self, graph: torch.fx.Graph, bases: list[Any]) -> dict[Any, Any]:
+        """Add one cast per group for all casts of its members before it is written. Returns their nodes."""
+        found: dict[Any, Any] = {}
+        for group, base in zip(self.groups, bases, strict=True):
+            wanted: dict[torch.dtype, list[Outside]] = {}
+            for call in self.calls:
+                if any(ref in group.members for ref in written_by(call)):
+                    break
+                key = cast_of(call)
+                if key and key[0] in group.members and self.recorder.outside[key[0].number].is_contiguous():
+                    wanted.setdefault(key[1], []).append(key[0])
+            for dtype, refs in wanted.items():
+                refs = list(dict.fromkeys(refs))
+                views = [(self._offset(ref), self._layout(ref).size) for ref in refs]
+                out = graph.call_function(cast_views, (base, dtype, views))
+                found |= {(ref, dtype): graph.call_function(getitem, (out, i)) for i, ref in enumerate(refs)}
+        return found
+
+
+def varied(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor of any shape; of one of zeros, evenly spaced numbers between 0 and 1."""
+    copy = tensor.detach().clone()
+    if copy.is_floating_point() and not copy.any():
+        copy.copy_(torch.linspace(0.01, 0.99, copy.numel(), device=copy.device).view(copy.shape))
+    return copy
+
+
+def relative(one: Tensor, two: Tensor, before: Tensor | None = None) -> float:
+    """Return how far two results of equal shape are apart, relative to the second or to its change."""
+    if not two.is_floating_point():
+        return float((one != two).double().mean()) if two.numel() else 0.0
+    one, two = (torch.nan_to_num(t.double(), posinf=0.0, neginf=0.0) for t in (one, two))
+    size = two.norm() if before is None else (two - before.double().nan_to_num()).norm()
+    apart = (one - two).norm()
+    return float(apart / size) if apart > 1e-6 * two.norm() else 0.0
+
+
+def end(tensor: Tensor) -> int:
+    """Return the number of elements of the storage of ``tensor``, of any shape, up to its last one."""
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(tensor.storage_offset()) + last + 1
+
+
+def cast_of(call: Call) -> tuple[Outside, torch.dtype] | None:
+    """Return tensor and type if a call only casts a tensor from outside."""
+    if call.func is aten._to_copy.default and isinstance(call.args[0], Outside) and list(call.kwargs) == ["dtype"]:
+        return call.args[0], call.kwargs["dtype"]
+    return None
+
+
+SETTINGS = {"deterministic": True, "triton.cudagraphs": False, "shape_padding": False}
+
+
+def inductor(module: torch.fx.GraphModule, example: list[Tensor]) -> Callable[[list[Tensor]], Sequence[Tensor]]:
+    """Compile a graph. Returns a function of a list of tensors like those of ``example``."""
+    from torch._inductor.compile_fx import compile_fx
+
+    with torch.no_grad():
+        function = cast(Any, compile_fx(module, example, config_patches=SETTINGS))
+    return lambda given: function(*given)
+
+
+class Program:
+    """A recorded body as regions and calls. Replay reads and writes the tensors of the recording.
+
+    Args:
+        recorder: of a body that ended with :meth:`Recorder.end_segment`.
+    """
+
+    def __init__(self, recorder: Recorder):
+        self.recorder = recorder
+        self.steps: list[Callable[[dict[Made, Tensor]], None]] = []
+        self.shared: dict[str, Any] = {}
+        for calls, used in recorder.segments:
+            self._add(*drawn_first(calls, recorder), used)
+
+    def _add(self, draws: list[Call], calls: list[Call], used: set[Made]) -> None:
+        parts: list[list[Call]] = [[]]
+        for call in calls:
+            if compiles(call):
+                parts[-1].append(call)
+            else:
+                parts += [[call], []]
+        for draw in draws:
+            self.steps.append(Single(draw, self.recorder))
+        for i, part in enumerate(parts):
+            later = used | {ref for rest in parts[i + 1 :] for call in rest for ref in call.inputs()}
+            if i % 2:
+                self.steps.append(Single(part[0], self.recorder))
+            elif part:
+                self.steps.append(Region(part, later, self.recorder, self.shared))
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        """Run everything on the current contents of memory."""
+        values: dict[Made, Tensor] = {}
+        for step in self.steps:
+            step(values)
+
+    @torch.no_grad()
+    def difference(self) -> str | None:
+        """Compare each compiled function with its operations, run eagerly. Returns what is wrong, or None.
+
+        It changes the state that the body changes.
+        """
+        values: dict[Made, Tensor] = {}
+        for step in self.steps:
+            if isinstance(step, Region) and step.first:
+                apart = step.difference(values)
+                if not apart <= step.tolerance:
+                    return f"its results differ by {apart:.1e} of their size, more than {step.tolerance:g}"
+            else:
+                step(values)
+        return None
+
+
+class Single:
+    """An operation that runs as it was recorded."""
+
+    def __init__(self, call: Call, recorder: Recorder):
+        self.call, self.outside = call, recorder.outside
+
+    def __call__(self, values: dict[Made, Tensor]) -> None:
+        def value(ref: Any) -> Tensor:
+            return values[ref] if isinstance(ref, Made) else self.outside[ref.number]
+
+        args, kwargs = replaced((self.call.args, self.call.kwargs), value)
+        out = self.call.func(*args, **kwargs)
+        values.update(zip(references(self.call.made), tensors_of(out), strict=True))
+
+
+def compiles(call: Call) -> bool:
+    """Return True for an operation of torch's own that draws no noise."""
+    return call.kwargs.get("generator") is None and call.func.namespace in ("aten", "prims")
+
+
+def drawn_first(calls: list[Call], recorder: Recorder) -> tuple[list[Call], list[Call]]:
+    """Divide calls into draws that depend on shapes alone, with the allocations that they fill, and the others."""
+    empty: dict[Made, Call] = {}
+    draws: list[Call] = []
+    moved: set[int] = set()
+    for i, call in enumerate(calls):
+        if call.func.overloadpacket.__name__ in LAYOUT:
+            size, stride, dtype, device = recorder.layouts[call.made.number]
+            allocate = aten.empty_strided.default
+            empty[call.made] = Call(allocate, (size, stride), {"dtype": dtype, "device": device}, call.made)
+        elif call.kwargs.get("generator") is not None:
+            filled = call.inputs()
+            if all(ref in empty for ref in filled):
+                draws += [empty[ref] for ref in filled]
+                moved |= {k for k, other in enumerate(calls[:i]) if other.made in filled and len(filled)}
+                draws.append(call)
+                moved.add(i)
+        elif any(ref in empty for ref in written_by(call)):
+            for ref in written_by(call):
+                empty.pop(ref, None)
+    return draws, [call for i, call in enumerate(calls) if i not in moved]
+
+
+def compile_body(body: Callable[[], None], generators: Sequence[Generator]) -> Program:
+    """Run a body once, and compile it.
+
+    Args:
+        generators: all generators that it draws from.
+    Raises:
+        NotCompiledError, RunError: it has a form that cannot be compiled.
+    """
+    with fusing(), recorded(generators) as recorder:
+        body()
+    return Program(recorder)

@@ -1,0 +1,258 @@
+"""Compiled bodies: the operations of every family as regions give the numbers of the eager body."""
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from conftest import bits, differences, flatten, start, ticks
+from sampling import sample
+from test_cpu_graph import RUNS, Owner
+from torch import Generator
+
+from pql.engine import compiled, graph
+from pql.engine.compiled import Region, compile_body, relative
+from pql.engine.executors import Inline, Threads
+from pql.engine.forms import adamw_, product, sum_and_product
+from pql.engine.graph import Execution, Graph, clone_state, recording
+from pql.engine.recorder import NotCompiledError
+from pql.errors import ConfigError, PqlWarning
+
+CPU = torch.device("cpu")
+BOUNDS = {"batch norm": 5e-3}
+"""Relative differences in float32: gradients before a normalisation are differences of nearly equal numbers."""
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """Run regions as graphs of their operations, without Inductor."""
+    monkeypatch.setattr(compiled, "inductor", lambda module, example: lambda given: module(*given))
+
+
+def jobs(config, amp=False):
+    """Build a run and make three ticks. Yields its learners' jobs, with one update per burst.
+
+    Over several, Adam's first steps enlarge rounding errors of gradients near zero.
+    """
+    names = {f.name for f in fields(config.algo)}
+    algo = replace(config.algo, **dict.fromkeys(names & {"epochs", "minibatches"}, 1), amp=amp)
+    for name, job in ticks(start(replace(config, graphs="off", algo=algo), Inline()), 3).jobs.items():
+        job.size = 1
+        yield name, job
+
+
+def apart(job):
+    """Return relative differences between a burst's changes of the state, compiled and eager, by name."""
+    before = clone_state(job.state_dict())
+    after = []
+    with recording():
+        program = compile_body(job._burst, [job.learner.gen])
+        for body in (job._burst, program.replay):
+            job.load_state_dict(clone_state(before))
+            body()
+            after.append(
+                {k: v for k, v in flatten(clone_state(job.state_dict())).items() if isinstance(v, torch.Tensor)}
+            )
+    old = flatten(before)
+    return {k: relative(after[1][k], after[0][k], old[k]) for k in after[0]}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_regions_of_every_family_do_what_its_body_does(plain, name):
+    for worker, job in jobs(RUNS[name]):
+        assert {k: v for k, v in apart(job).items() if v > BOUNDS.get(name, 1e-4)} == {}, worker
+
+
+@pytest.mark.parametrize("name", sample(RUNS, keep=["pql"]))
+def test_inductor_gives_the_numbers_of_eager_updates(name):
+    for worker, job in jobs(RUNS[name]):
+        assert {k: v for k, v in apart(job).items() if v > BOUNDS.get(name, 1e-4)} == {}, worker
+
+
+@pytest.mark.parametrize("name", ["batch norm", "r2d2, bfloat16", "ppo"])
+def test_gradients_in_bfloat16_differ_by_its_rounding(plain, name):
+    """Numbers are rounded to 2^-9 of their size, at other places: biases are added after products are rounded."""
+    for worker, job in jobs(RUNS[name], amp=True):
+        size = apart(job)["state/optimizer/mean"]
+        assert 0 < size < 2**-5, worker
+
+
+def test_updates_of_a_burst_share_a_function(plain):
+    for _, job in jobs(RUNS["pql"]):
+        job.size = 8
+        with recording():
+            program = compile_body(job._burst, [job.learner.gen])
+        regions = [step for step in program.steps if isinstance(step, Region)]
+        assert len(regions) == 1 + job.size
+        assert len(program.shared) == 2  # the draw, the update
+
+
+# -- forms ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "depth", "columns"), [(8, 16, 8), (5, 35, 51), (7, 1, 1), (3, 8, 13)])
+def test_padded_products_are_products(dtype, rows, depth, columns):
+    gen = Generator().manual_seed(0)
+    a, b = (torch.randn(2, *size, generator=gen).to(dtype) for size in ((rows, depth), (depth, columns)))
+    bias = torch.randn(2, 1, columns, generator=gen).to(dtype)
+    close = {"rtol": 0, "atol": 1e-5 if dtype is torch.float32 else 0.2}
+    torch.testing.assert_close(product(a, b), a @ b, **close)
+    torch.testing.assert_close(product(a.mT.contiguous().mT, b.mT.contiguous().mT), a @ b, **close)
+    torch.testing.assert_close(sum_and_product(bias, a, b), torch.baddbmm(bias, a, b), **close)
+    torch.testing.assert_close(
+        sum_and_product(bias, a, b, beta=0.5, alpha=2), torch.baddbmm(bias, a, b, beta=0.5, alpha=2), **close
+    )
+
+
+@pytest.mark.parametrize("skip", [None, 0.0, 1.0])
+def test_element_wise_adamw_is_the_fused_one(skip):
+    gen = Generator().manual_seed(0)
+    one = [torch.randn(40, generator=gen) for _ in range(3)] + [torch.rand(40, generator=gen), torch.tensor(0.0)]
+    two = [t.clone() for t in one]
+    found = None if skip is None else torch.tensor(skip)
+    for step, (data, grad, mean, square, count) in ((torch._fused_adamw_, one), (adamw_, two)):
+        for _ in range(3):
+            count += 1
+            step(
+                *([data], [grad], [mean], [square], [], [count]),
+                **{"lr": torch.tensor(1e-2), "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "eps": 1e-8},
+                **{"amsgrad": False, "maximize": False, "found_inf": found},
+            )
+    assert torch.equal(one[0], two[0]) == (skip == 1.0)
+    for a, b in zip(one, two, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+# -- recordings -------------------------------------------------------------------------------------------------------
+
+
+def replays(body, owner, trials=3):
+    """Compare a compiled body with the eager one on the same state, with new noise each time."""
+    program = compile_body(body, [owner.gen])
+    for trial in range(trials):
+        before = clone_state(owner.state_dict())
+        owner.gen.manual_seed(trial)
+        body()
+        want = clone_state(owner.state_dict())
+        owner.load_state_dict(before)
+        owner.gen.manual_seed(trial)
+        program.replay()
+        assert differences(flatten(want), flatten(owner.state_dict())) == []
+    return program
+
+
+def test_draws_come_first_and_keep_their_order(plain):
+    owner = Owner(x=torch.zeros(4, 3), y=torch.zeros(4, 3))
+
+    def body():
+        x, y = owner.tensors.values()
+        x += torch.randn(4, 3, generator=owner.gen)
+        y.copy_(x * torch.rand(4, 3, generator=owner.gen) + torch.empty_like(x).exponential_(generator=owner.gen))
+
+    program = replays(body, owner)
+    assert [isinstance(step, Region) for step in program.steps] == [False] * 4 + [True]
+
+
+def test_a_draw_that_depends_on_numbers_divides_a_region(plain):
+    owner = Owner(x=torch.full((4, 3), 0.5), y=torch.zeros(4, 3))
+
+    def body():
+        x, y = owner.tensors.values()
+        y += torch.bernoulli(x.clamp(0, 1), generator=owner.gen)
+        x.mul_(0.9)
+
+    program = replays(body, owner)
+    assert [isinstance(step, Region) for step in program.steps] == [True, False, True]
+
+
+def test_writing_a_vector_shows_in_its_parts_and_the_other_way_round(plain):
+    vector = torch.zeros(30)
+    owner = Owner(vector=vector, out=torch.zeros(4))
+    weight, bias = vector[10:22].view(3, 4), vector[22:26]
+
+    def body():
+        vector.add_(1)
+        owner.tensors["out"].copy_(weight.sum(0) + bias)
+        bias.mul_(2)
+        vector.sub_(vector.mean())
+
+    replays(body, owner)
+
+
+def test_a_result_used_behind_the_recordings_back_is_refused():
+    x = torch.zeros(3)
+
+    def body():
+        y = x + 1
+        x.copy_(torch.frombuffer(y.numpy(), dtype=torch.float32))
+
+    with pytest.raises(NotCompiledError, match="outside of operations"):
+        compile_body(body, [])
+
+
+# -- fallbacks --------------------------------------------------------------------------------------------------------
+
+
+def graph_of(owner, choice="on"):
+    def body():
+        owner.tensors["x"].mul_(0.5).add_(1)
+
+    return Graph(body, CPU, [owner.gen], owner, Execution("off", choice), "the updates of v")
+
+
+def test_a_wrong_result_is_not_used(monkeypatch):
+    monkeypatch.setattr(compiled, "inductor", lambda module, example: lambda given: module(*[t + 1 for t in given]))
+    monkeypatch.setattr(Graph, "place", lambda self: torch.no_grad())
+    monkeypatch.setattr(Graph, "finish", lambda self: None)
+    owner = Owner(x=torch.full((3,), 4.0))
+    with pytest.raises(ConfigError, match=r"placement.compile=on: expected auto or off: the updates of v cannot be"):
+        graph_of(owner).prepare()
+    one = graph_of(owner, "on")
+    one.compile = "auto"
+    with pytest.warns(PqlWarning, match="the updates of v: not compiled, its results differ by"):
+        one.prepare()
+    assert owner.tensors["x"].tolist() == [4.0] * 3
+    one()
+    assert owner.tensors["x"].tolist() == [3.0] * 3
+
+
+@pytest.mark.parametrize("fails", ["inductor", "compiler"])
+def test_a_missing_compiler_or_an_exception_leaves_the_eager_body(monkeypatch, fails):
+    def broken(module, example):
+        raise RuntimeError("no kernel\nand a long trace")
+
+    monkeypatch.setattr(compiled, "inductor", broken)
+    monkeypatch.setattr(Graph, "place", lambda self: torch.no_grad())
+    monkeypatch.setattr(Graph, "finish", lambda self: None)
+    if fails == "compiler":
+        monkeypatch.setattr(graph.shutil, "which", lambda name: None)
+    why = {"inductor": "RuntimeError: no kernel", "compiler": "no C compiler was found; install gcc or set CC"}[fails]
+    owner = Owner(x=torch.full((3,), 4.0))
+    one = graph_of(owner)
+    one.compile = "auto"
+    with pytest.warns(PqlWarning, match=f"the updates of v: not compiled, {why}$"):
+        one.prepare()
+    one()
+    assert owner.tensors["x"].tolist() == [3.0] * 3
+
+
+def test_auto_compiles_on_cuda_alone():
+    owner = Owner(x=torch.zeros(1))
+    for device, choice in ((CPU, "off"), (torch.device("cuda", 0), "auto")):
+        assert Graph(lambda: None, device, [], owner, Execution("off", "auto")).compile == choice
+
+
+# -- runs -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["pql", "ppo", "rainbow"])
+def test_threads_and_one_thread_give_the_same_bits(name):
+    config = replace(RUNS[name], placement=replace(RUNS[name].placement, compile="on"))
+    after = []
+    for executor in (Inline(), Threads(("collector", *config.algo.learners))):
+        parts = start(config, executor)
+        assert all(job.graph.program is not None for job in parts.jobs.values())
+        after.append(bits(ticks(parts, 6)))
+        executor.close()
+    assert differences(*after) == []
