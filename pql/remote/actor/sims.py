@@ -12,7 +12,7 @@ from pql.errors import ConfigError
 from pql.remote.actor.client import Simulator
 from pql.remote.process.far_build import UnknownError, build_simulator
 
-PLAIN = {"gymnasium": "pql.remote.actor.gymnasium:GymnasiumSim", "atari": "pql.remote.actor.atari:AtariSim"}
+PLAIN = {"gymnasium": "pql.envs.adapters.gymnasium_copies:gymnasium_sim", "atari": "pql.envs.atari_core:AtariSim"}
 """NumPy simulators that replace the learner's adapters, with the same settings."""
 
 
