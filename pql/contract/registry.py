@@ -1,5 +1,6 @@
-"""Registry of simulators by name: built in, from installed packages, or registered by the user. Needs no torch and runs on
-Python 3.8, in simulators' own processes.
+"""Registry of simulators by name: built in, from installed packages, or registered by the user.
+
+It needs no torch, and runs on Python 3.8, too.
 
 Unregistered simulators and networks are named ``module:attribute``; the module may be in the working directory.
 """
