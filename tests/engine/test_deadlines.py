@@ -66,7 +66,7 @@ ALLOWED = {
     "engine/central.py:of": "another replica's turn: that replica has a deadline, and its failure calls halt()",
     "remote/server.py:_converse": "an actor's next order: the run may be busy; the end of the stream cancels it",
     "remote/actor/client.py:_connect": "gRPC's thread, which reads the outbox until the None that ends the stream",
-    "remote/actor/client.py:_serve": "Alarm.within, which ends the stream",
+    "remote/actor/client.py:read_all": "a thread that reads a stream, which _connect cancels",
     "engine/graph.py:take": DEVICE,
     "engine/graph.py:finish": DEVICE,
     "envs/mujoco/warp.py:_unchanged": DEVICE,
