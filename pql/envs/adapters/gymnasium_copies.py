@@ -3,6 +3,7 @@
 Shared by ``task=gymnasium`` and its remote actors. Needs no torch.
 """
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
@@ -11,7 +12,7 @@ from gymnasium.vector import VectorEnv
 from pql.contract.plain import EnvSpec, ObsSpec, Step
 from pql.contract.registry import takes
 from pql.envs.adapters import gymnasium_host as host
-from pql.envs.adapters.gymnasium_check import CheckFirst, FirstAnswers
+from pql.envs.adapters.gymnasium_check import FIELDS, AnswerError, CheckFirst, first_answer
 from pql.errors import ConfigError
 
 
@@ -21,7 +22,7 @@ class GymnasiumSim:
 
     def __init__(self, envs: VectorEnv, facts: host.Facts):
         self.envs, self.facts, self.spec = envs, facts, spec_of(facts, envs.num_envs)
-        self._answers = FirstAnswers(envs, facts.name, host.obs_parts(facts.obs))
+        self._unseen = set(FIELDS)  # methods whose first answer is to be checked
         self._next = facts.autoreset == "next_step"
         self._ended = np.zeros(envs.num_envs, dtype=bool)
         self._shown: dict[str, np.ndarray] = {}
@@ -30,7 +31,7 @@ class GymnasiumSim:
 
     def reset(self, seed: int | None = None) -> dict[str, np.ndarray]:
         """Restart all copies; return the observations by group."""
-        obs = self._answers.reset(seed)
+        obs, _ = self._answer("reset", host.reset_copies, self.envs, seed)
         self._ended = np.zeros_like(self._ended)
         return self._copied(obs)
 
@@ -44,7 +45,7 @@ class GymnasiumSim:
     def step(self, action: np.ndarray) -> Step:
         """Step with ``action`` [N, A] in [-1, 1], or [N] or [N, K] from 0 on."""
         given = host.simulator_action(self.facts.action, action)
-        obs, reward, terminated, truncated, info = self._answers.step(given)
+        obs, reward, terminated, truncated, info = self._answer("step", self.envs.step, given)
         terminated, truncated = np.array(terminated, bool), np.array(truncated, bool)
         over = terminated | truncated
         filler = self._ended if self._next else np.zeros_like(over)
@@ -61,6 +62,19 @@ class GymnasiumSim:
                     final[k][i] = value
         paid, first = np.array(reward, np.float32), filler if self._next else over
         return Step(seen, paid, ends, cuts, first, final, known, ~filler, {})
+
+    def _answer(self, method: str, call: Callable[..., Any], *given: Any) -> Any:
+        """Return gymnasium's answer. Raises ``ConfigError``: the first one of a method is wrong."""
+        if method not in self._unseen:
+            return call(*given)
+        try:
+            parts = host.obs_parts(self.facts.obs)
+            answer = first_answer(method, lambda: call(*given), parts, (self.spec.num_envs,))
+        except AnswerError as error:
+            wanted = f"{method}() to return {error}: pql doctor --env NAME tests it"
+            raise ConfigError("task", self.facts.name, wanted) from error
+        self._unseen.remove(method)
+        return answer
 
     def _copied(self, obs: Any) -> dict[str, np.ndarray]:
         """Copy the groups, in the types of the specification, because gymnasium overwrites its arrays."""
