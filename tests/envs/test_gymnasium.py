@@ -185,7 +185,7 @@ def test_discrete_actions_begin_where_the_space_begins():
     assert check_env(env, 60).ok
     env = GymnasiumVec(2, id="PqlOther-v0", kwargs={"action": spaces.Discrete(3, start=-1)})
     assert env.spec.action == Discrete(3, start=-1)
-    assert simulator_action(env.sim.facts.action, np.array([0, 2])).tolist() == [-1, 1]
+    assert simulator_action(env.sim.envs.single_action_space, np.array([0, 2])).tolist() == [-1, 1]
     sim = gymnasium_sim(2, id="PqlOther-v0", kwargs={"action": spaces.Discrete(3, start=-1)})
     facts = check_facts(describe_simulator(sim.spec))  # as a remote actor sends them
     assert spec_of(facts, 2, torch.device("cpu"), 1).action == Discrete(3, start=-1)

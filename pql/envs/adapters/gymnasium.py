@@ -13,7 +13,7 @@ from gymnasium.vector import VectorEnv
 from pql.contract.env import EnvSpec
 from pql.contract.registry import takes
 from pql.envs.adapters import gymnasium_host as host
-from pql.envs.adapters.gymnasium_copies import GymnasiumSim, make_copies, spec_of
+from pql.envs.adapters.gymnasium_copies import GymnasiumSim, make_copies
 from pql.envs.stage import Tensors, tensor_spec
 
 
@@ -44,8 +44,8 @@ class GymnasiumVec(Tensors):
         """Return the environments of a ``gymnasium.vector.VectorEnv``, which this object owns. Raises ``ConfigError``:
         an unsupported space or autoreset mode."""
         self = cls.__new__(cls)
-        facts = host.facts_of_vector(envs, "env", type(envs.unwrapped).__name__)
-        Tensors.__init__(self, GymnasiumSim(envs, facts), torch.device(device))
+        spec = host.spec_of_vector(envs, "env", type(envs.unwrapped).__name__)
+        Tensors.__init__(self, GymnasiumSim(envs, spec), torch.device(device))
         return self
 
     @classmethod
@@ -56,7 +56,7 @@ class GymnasiumVec(Tensors):
         host.check_settings(num_envs, settings)
         if settings.vectorization == host.OWN:
             return None
-        return tensor_spec(spec_of(host.facts_of_copies(settings, "next_step"), num_envs), device)
+        return tensor_spec(host.spec_of_copies(settings, num_envs, "next_step"), device)
 
     def render(self, index: int = 0, width: int | None = None, height: int | None = None) -> np.ndarray:
         """Render copy ``index``, as :meth:`GymnasiumSim.render` does."""

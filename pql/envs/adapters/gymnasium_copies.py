@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 from gymnasium.vector import VectorEnv
 
-from pql.contract.plain import EnvSpec, ObsSpec, Step
+from pql.contract.plain import EnvSpec, Step
 from pql.contract.registry import takes
 from pql.envs.adapters import gymnasium_host as host
 from pql.envs.adapters.gymnasium_check import FIELDS, AnswerError, CheckFirst, first_answer
@@ -18,12 +18,12 @@ from pql.errors import ConfigError
 
 class GymnasiumSim:
     """A vector environment of gymnasium, which this object owns. Fields are arrays [N, ...], new at every call.
-    ``reset_where`` exists with gymnasium's own vector classes. Raises ``ConfigError``: unsupported spaces."""
+    ``reset_where`` exists with gymnasium's own vector classes."""
 
-    def __init__(self, envs: VectorEnv, facts: host.Facts):
-        self.envs, self.facts, self.spec = envs, facts, spec_of(facts, envs.num_envs)
+    def __init__(self, envs: VectorEnv, spec: EnvSpec):
+        self.envs, self.spec = envs, spec
         self._unseen = set(FIELDS)  # methods whose first answer is to be checked
-        self._next = facts.autoreset == "next_step"
+        self._next = spec.autoreset == "next_step"
         self._ended = np.zeros(envs.num_envs, dtype=bool)
         self._shown: dict[str, np.ndarray] = {}
         if host.resets_copies(envs):
@@ -44,7 +44,7 @@ class GymnasiumSim:
 
     def step(self, action: np.ndarray) -> Step:
         """Step with ``action`` [N, A] in [-1, 1], or [N] or [N, K] from 0 on."""
-        given = host.simulator_action(self.facts.action, action)
+        given = host.simulator_action(self.envs.single_action_space, action)
         obs, reward, terminated, truncated, info = self._answer("step", self.envs.step, given)
         terminated, truncated = np.array(terminated, bool), np.array(truncated, bool)
         over = terminated | truncated
@@ -68,11 +68,11 @@ class GymnasiumSim:
         if method not in self._unseen:
             return call(*given)
         try:
-            parts = host.obs_parts(self.facts.obs)
+            parts = host.obs_parts(self.envs.single_observation_space)
             answer = first_answer(method, lambda: call(*given), parts, (self.spec.num_envs,))
         except AnswerError as error:
             wanted = f"{method}() to return {error}: pql doctor --env NAME tests it"
-            raise ConfigError("task", self.facts.name, wanted) from error
+            raise ConfigError("task", self.spec.name, wanted) from error
         self._unseen.remove(method)
         return answer
 
@@ -87,7 +87,7 @@ class GymnasiumSim:
         asked for, or the environment was not built with ``render_mode=rgb_array``."""
         for setting, value in (("width", width), ("height", height)):
             if value is not None:
-                raise ConfigError(setting, value, f"none: {self.facts.name} renders at a fixed size")
+                raise ConfigError(setting, value, f"none: {self.spec.name} renders at a fixed size")
         if self.envs.render_mode != "rgb_array":
             raise ConfigError("render_mode", self.envs.render_mode, "rgb_array, given when the environment is made")
         return np.asarray(cast(Any, self.envs.render())[index], np.uint8)
@@ -115,25 +115,8 @@ def make_copies(settings: host.GymnasiumSettings, num_envs: int, autoreset: str,
     host.check_settings(num_envs, settings)
     if settings.vectorization == host.OWN:
         envs = host.make_vector(settings, num_envs, "")
-        facts = host.facts_of_vector(envs, "vectorization", settings.id, settings.autoreset, settings.deterministic)
+        spec = host.spec_of_vector(envs, "vectorization", settings.id, settings.autoreset, settings.deterministic)
     else:
-        facts = host.facts_of_copies(settings, autoreset)
-        spec_of(facts, num_envs)  # refuses a space before there are processes
-        envs = host.make_vector(settings, num_envs, facts.autoreset, [CheckFirst], spawn)
-    return GymnasiumSim(envs, facts)
-
-
-def spec_of(facts: host.Facts, num_envs: int) -> EnvSpec:
-    """Return the specification of ``num_envs`` copies. Raises ``ConfigError`` for an unsupported space."""
-    return EnvSpec(
-        name=facts.name,
-        num_envs=num_envs,
-        obs={k: ObsSpec(*part) for k, part in host.obs_parts(facts.obs).items()},
-        action=host.action_spec(facts.action),
-        device="cpu",
-        max_episode_steps=facts.max_episode_steps,
-        autoreset=facts.autoreset,
-        final_obs="always",
-        info=facts.info,
-        deterministic=facts.deterministic,
-    )
+        spec = host.spec_of_copies(settings, num_envs, autoreset)  # refuses a space before there are processes
+        envs = host.make_vector(settings, num_envs, spec.autoreset, [CheckFirst], spawn)
+    return GymnasiumSim(envs, spec)
