@@ -1,5 +1,7 @@
 """Errors that a user can act on. The command line prints them as one line, without a traceback."""
 
+from __future__ import annotations
+
 import difflib
 import re
 from collections.abc import Iterable, Iterator

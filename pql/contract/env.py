@@ -7,15 +7,15 @@ simulator: ``registry.py`` resolves names when they are used.
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from pql.contract.registry import check_chosen, find_factory, import_name
-from pql.errors import ConfigError, PqlWarning, nearest
+from pql.contract.registry import check_chosen, check_keywords, find_factory, import_name
+from pql.errors import ConfigError, PqlWarning
 from pql.types import Obs, Step
 
 
@@ -334,15 +334,3 @@ def check_protocol(env: Any, setting: str = "env", name: str | None = None) -> N
         raise ConfigError(setting, name, f"a pql.VecEnv; {kind} is gymnasium's: 'task=gymnasium', 'task.id={known}'")
     wanted = "a pql.VecEnv: a spec (pql.EnvSpec), reset, step and close (pql.check_env tests it)"
     raise ConfigError(setting, name, f"{wanted}, not {kind}" if name != kind else wanted)
-
-
-def check_keywords(factory: Callable[..., Any], kwargs: Mapping[str, Any], prefix: str = "") -> None:
-    """Raise ``ConfigError`` for the first keyword that ``factory`` does not take. A factory with ``**kwargs`` checks
-    its keywords itself. The error names the keyword with ``prefix`` before it."""
-    taken = inspect.signature(factory).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in taken):
-        return
-    known = [p.name for p in taken if p.name not in ("num_envs", "device")]
-    for key, value in kwargs.items():
-        if key not in known:
-            raise ConfigError(prefix + key, value, f"one of the keywords {', '.join(known)}{nearest(key, known)}")

@@ -176,6 +176,8 @@ def join_steps(steps: Sequence[Step]) -> Step:
 
 def joined(parts: Sequence[Any]) -> Any:
     """Concatenate tensors [n, ...] of all groups, or dicts of such tensors, into [N, ...]."""
+    if len(parts) == 1:
+        return parts[0]
     if isinstance(parts[0], dict):
         return {k: torch.cat([part[k] for part in parts]) for k in parts[0]}
     return torch.cat(list(parts))

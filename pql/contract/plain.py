@@ -15,22 +15,16 @@ import importlib.util
 import sys
 from typing import TYPE_CHECKING, Any, Mapping, NamedTuple
 
+from pql.errors import ConfigError as ConfigError
+
 if TYPE_CHECKING or (sys.version_info >= (3, 11) and importlib.util.find_spec("torch") is not None):
     from pql.contract.env import Box as Box
     from pql.contract.env import Discrete as Discrete
     from pql.contract.env import EnvSpec as EnvSpec
     from pql.contract.env import MultiDiscrete as MultiDiscrete
     from pql.contract.env import ObsSpec as ObsSpec
-    from pql.errors import ConfigError as ConfigError
     from pql.types import Step as Step
 else:
-
-    class ConfigError(Exception):
-        """Invalid setting; the parent process raises ``pql.errors.ConfigError`` from it."""
-
-        def __init__(self, setting: str, value: Any, allowed: str):
-            super().__init__(f"{setting}={value}: expected {allowed}")
-            self.setting, self.value, self.allowed = setting, value, allowed
 
     class ObsSpec(NamedTuple):
         """One observation group of a single environment: see ``pql.contract.env.ObsSpec``."""

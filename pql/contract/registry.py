@@ -1,7 +1,11 @@
-"""Registry of simulators by name: built in, from installed packages, or registered by the user. Needs no torch.
+"""Registry of simulators by name: built in, from installed packages, or registered by the user.
+
+It needs no torch, and runs on Python 3.8, too.
 
 Unregistered simulators and networks are named ``module:attribute``; the module may be in the working directory.
 """
+
+from __future__ import annotations
 
 import importlib
 import importlib.util
@@ -59,6 +63,18 @@ def check_chosen(name: str, given: Container[str], prefix: Mapping[str, str] | N
         raise ConfigError(setting, None, f"one of the tasks that {name} has, such as {setting}={example}")
 
 
+def check_keywords(factory: Callable[..., Any], kwargs: Mapping[str, Any], prefix: str = "") -> None:
+    """Raise ``ConfigError`` for the first keyword that ``factory`` does not take. A factory with ``**kwargs`` checks
+    its keywords itself. The error names the keyword with ``prefix`` before it."""
+    taken = inspect.signature(factory).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in taken):
+        return
+    known = [p.name for p in taken if p.name not in ("num_envs", "device")]
+    for key, value in kwargs.items():
+        if key not in known:
+            raise ConfigError(prefix + key, value, f"one of the keywords {', '.join(known)}{nearest(key, known)}")
+
+
 def find_factory(name: str) -> Any:
     """Return the factory of a task name, or of ``module:attribute``. Raises ``ConfigError``: unknown name, or its
     simulator is not installed (the message names the package)."""
@@ -68,7 +84,7 @@ def find_factory(name: str) -> Any:
         return _registered[name]
     for entry in entry_points(group="pql.envs"):
         if entry.name == name:
-            return entry.load()
+            return import_name("task", entry.value)
     if ":" in name:
         return import_name("task", name)
     check_name(name)

@@ -12,13 +12,15 @@ import functools
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 from ale_py import ALEInterface, LoggerMode, roms
 from ale_py.vector_env import AtariVectorEnv
 from gymnasium.vector import AutoresetMode
 
+from pql.contract.plain import Discrete, EnvSpec, ObsSpec, Step
+from pql.contract.registry import takes
 from pql.errors import ConfigError, nearest
 
 SIZE, SKIP, STACK = 84, 4, 4
@@ -64,33 +66,21 @@ class AtariSettings(AtariSimSettings):
     groups: int = 1
 
 
-class Frames(NamedTuple):
-    """Arrays of a step of K consoles.
+class AtariSim:
+    """``num_envs`` consoles with one game, for remote actors and for ``pql.envs.atari``. Fields are arrays [N, ...].
 
-    Attributes:
-        obs: [K, 4, 84, 84] uint8.
-        reward: [K] raw scores.
-        terminated, truncated, first, valid: [K] bool, as in ``pql.types.Step``.
-        final_obs: as ``obs``, the last observations on rows that were reset; ``obs`` itself if there are none.
+    ``shown`` [N, 4, 84, 84] is the latest observation, ``lives`` [N] the lives left. ``keywords``: fields of
+    :class:`AtariSimSettings`. Raises ``ConfigError``: unknown game, or a value out of range.
     """
 
-    obs: np.ndarray
-    reward: np.ndarray
-    terminated: np.ndarray
-    truncated: np.ndarray
-    first: np.ndarray
-    valid: np.ndarray
-    final_obs: np.ndarray
-
-
-class Consoles:
-    """``count`` consoles with one game, which step together. ``shown`` [K, 4, 84, 84] is the latest observation."""
-
-    def __init__(self, settings: AtariSimSettings, count: int):
+    @takes(AtariSimSettings)
+    def __init__(self, num_envs: int, device: Any = "cpu", **keywords: Any):
+        settings = AtariSimSettings(**keywords)
+        self.spec = describe(num_envs, settings)
         frames: dict[str, Any] = {"img_height": SIZE, "img_width": SIZE, "stack_num": STACK, "frameskip": SKIP}
         self.vec = AtariVectorEnv(
             settings.game,
-            count,
+            num_envs,
             num_threads=settings.threads or 0,
             max_num_frames_per_episode=SKIP * settings.max_episode_steps,
             repeat_action_probability=settings.sticky,
@@ -102,21 +92,36 @@ class Consoles:
             **frames,
         )
         self._life_loss, self._next = settings.life_loss, settings.autoreset == "next_step"
-        self._ended = np.zeros(count, dtype=bool)
-        self.lives = np.zeros(count, dtype=np.int32)
-        self.shown = np.zeros((count, *SHAPE), dtype=np.uint8)
+        self._ended = np.zeros(num_envs, dtype=bool)
+        self.lives = np.zeros(num_envs, dtype=np.int32)
+        self.shown = np.zeros((num_envs, *SHAPE), dtype=np.uint8)
 
-    def reset(self, seeds: np.ndarray | None = None, mask: np.ndarray | None = None) -> np.ndarray:
-        """Restart all consoles, or those of ``mask`` [K] bool. Returns the observations."""
-        self.shown, info = self.vec.reset(seed=seeds, options=None if mask is None else {"reset_mask": mask})
-        self.lives = info["lives"]
-        self._ended &= False if mask is None else ~mask
-        return self.shown
+    def reset(self, seed: int | None = None) -> dict[str, np.ndarray]:
+        """Restart all consoles; return their observations."""
+        return self.restart(console_seeds(seed, self.spec.num_envs))
+
+    def restart(self, seeds: np.ndarray | None) -> dict[str, np.ndarray]:
+        """Restart all consoles with ``seeds`` [N]; return their observations."""
+        self.shown, info = self.vec.reset(seed=seeds)
+        self.lives, self._ended = info["lives"], np.zeros_like(self._ended)
+        return {"policy": self.shown}
+
+    def reset_where(self, mask: np.ndarray) -> dict[str, np.ndarray]:
+        """Restart the consoles of ``mask`` [N] bool; return the observations of all."""
+        if mask.any():
+            self.shown, info = self.vec.reset(options={"reset_mask": mask})
+            self.lives, self._ended = info["lives"], self._ended & ~mask
+        return {"policy": self.shown}
+
+    def step(self, action: np.ndarray) -> Step:
+        """Step all consoles with ``action`` [N]."""
+        self.send(action)
+        return self.receive()
 
     def send(self, action: np.ndarray) -> None:
         self.vec.send(action)
 
-    def receive(self) -> Frames:
+    def receive(self) -> Step:
         """Wait for the step that :meth:`send` began."""
         obs, reward, terminated, truncated, info = self.vec.recv()
         over = terminated | truncated
@@ -127,7 +132,12 @@ class Consoles:
         final = obs
         if not self._next and over.any():
             final = np.where(over[:, None, None, None], info["final_obs"], obs)
-        return Frames(obs, reward, terminated, truncated, filler if self._next else over, ~filler, final)
+        score, first, seen = reward.astype(np.float32), filler if self._next else over, {"policy": obs}
+        known = np.ones_like(over)
+        return Step(seen, score, terminated, truncated, first, {"policy": final}, known, ~filler, {"score": score})
+
+    def close(self) -> None:
+        self.vec.close()
 
 
 def check(num_envs: int, settings: AtariSimSettings) -> None:
@@ -155,16 +165,22 @@ def check(num_envs: int, settings: AtariSimSettings) -> None:
             raise ConfigError(setting, flag, "true or false")
 
 
-def spec_fields(settings: AtariSimSettings) -> dict[str, Any]:
-    """Return the fields of ``EnvSpec`` that need no torch."""
-    return {
-        "name": settings.game,
-        "max_episode_steps": settings.max_episode_steps,
-        "autoreset": settings.autoreset,
-        "final_obs": "always",
-        "log": ("score",),
-        "info": {"dt": SKIP / 60, **({"lost_life": True} if settings.life_loss else {})},
-    }
+def describe(num_envs: int, settings: AtariSimSettings) -> EnvSpec:
+    """Return the specification of :class:`AtariSim`; loads the game to read its actions. Raises ``ConfigError``: as
+    :func:`check`."""
+    check(num_envs, settings)
+    return EnvSpec(
+        name=settings.game,
+        num_envs=num_envs,
+        obs={"policy": ObsSpec(SHAPE, "uint8", STACK)},
+        action=Discrete(actions(settings.game, settings.full_actions)),
+        device="cpu",
+        max_episode_steps=settings.max_episode_steps,
+        autoreset=settings.autoreset,
+        final_obs="always",
+        log=("score",),
+        info={"dt": SKIP / 60, **({"lost_life": True} if settings.life_loss else {})},
+    )
 
 
 def console_seeds(seed: int | None, count: int) -> np.ndarray | None:

@@ -1,5 +1,7 @@
-"""Transfer of host arrays to device tensors, for simulators on the host."""
+"""Simulators on the host as environments of tensors: what steps in NumPy arrays is written once, for learners and for
+remote actors without torch."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -7,74 +9,82 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pql.contract.env import EnvSpec
+from pql.contract.shapes import FLAGS
 from pql.types import Obs, Step
-
-
-class Stage:
-    """Copies host arrays to new device tensors through one reused host buffer (pinned for CUDA)."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device):
-        self._device = device
-        self._host = torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
-        self.array = self._host.numpy()
-
-    def send(self) -> Tensor:
-        """Copy ``array`` to a new device tensor; do not write to ``array`` before the copy has finished."""
-        return self._host.to(self._device, non_blocking=True, copy=True)
 
 
 class Handover:
     """Converts arrays that a simulator allocates at every step to device tensors, by name: without a copy on the CPU,
-    through pinned buffers on CUDA. Call ``wait()``, then any number of ``send``, then ``sent()``; the next ``wait``
-    waits for these copies."""
+    through pinned buffers on CUDA. Each call waits for the copies of the one before."""
 
     def __init__(self, device: torch.device):
-        self._device, self._stages = device, dict[str, Stage]()
+        self._device, self._pinned = device, dict[str, Tensor]()
         self._event = torch.cuda.Event() if device.type == "cuda" else None
 
-    def wait(self) -> None:
-        if self._event is not None:
-            self._event.synchronize()
+    def __call__(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Convert arrays, or dicts of them, which must not be written to again; one that comes twice is copied once."""
+        sent: dict[int, Tensor] = {}
 
-    def send(self, name: str, array: np.ndarray) -> Tensor:
-        """Convert ``array``, which must not be written to again, to a device tensor of the same shape."""
+        def send(name: str, value: Any) -> Any:
+            if isinstance(value, Mapping):
+                return {k: send(f"{name}.{k}", v) for k, v in value.items()}
+            if id(value) not in sent:
+                sent[id(value)] = self._send(name, value)
+            return sent[id(value)]
+
+        if self._event is None:
+            return {name: send(name, value) for name, value in fields.items()}
+        self._event.synchronize()
+        found = {name: send(name, value) for name, value in fields.items()}
+        self._event.record()
+        return found
+
+    def _send(self, name: str, array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(array)
         if self._event is None:
             return tensor
-        if name not in self._stages:
-            self._stages[name] = Stage(tuple(array.shape), tensor.dtype, self._device)
-        np.copyto(self._stages[name].array, array)
-        return self._stages[name].send()
-
-    def sent(self) -> None:
-        if self._event is not None:
-            self._event.record()
+        if name not in self._pinned:
+            self._pinned[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return self._pinned[name].copy_(tensor).to(self._device, non_blocking=True, copy=True)
 
 
 class Tensors:
-    """``VecEnv`` of a NumPy simulator (``pql.contract.plain``), whose arrays [N, ...] become tensors on ``device``."""
+    """``VecEnv`` of a NumPy simulator (``pql.contract.plain``), whose arrays [N, ...] become tensors on ``device``.
 
-    def __init__(self, env: Any, device: torch.device):
-        self.env, self.spec = env, replace(env.spec, device=device)
-        self._hand = Handover(device)
+    ``reset_where`` exists if the simulator has it. The simulator returns new arrays from each call.
+    """
+
+    def __init__(self, sim: Any, device: torch.device):
+        self.sim, self.spec, self._hand = sim, tensor_spec(sim.spec, device), Handover(device)
+        self.reset_where: Callable[[Tensor], Obs]
+        if hasattr(sim, "reset_where"):
+            self.reset_where = lambda mask: self.shown(sim.reset_where(mask.cpu().numpy()))
 
     def reset(self, seed: int | None = None) -> Obs:
-        return self._sent({"obs": self.env.reset(seed)})["obs"]
+        """Restart all environments; return their observations, [N, ...]."""
+        return self.shown(self.sim.reset(seed))
 
     def step(self, action: Tensor) -> Step:
-        return Step(**self._sent(self.env.step(action.cpu().numpy())._asdict()))
+        """Step all environments with ``action`` [N, A] or [N]."""
+        return self.stepped(self.sim.step(action.detach().cpu().numpy()))
 
     def close(self) -> None:
-        self.env.close()
+        self.sim.close()
 
-    def _sent(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Convert arrays, or dicts of them, to tensors."""
-        self._hand.wait()
-        out = {
-            name: {k: self._hand.send(f"{name}.{k}", v) for k, v in value.items()}
-            if isinstance(value, dict)
-            else self._hand.send(name, value)
-            for name, value in fields.items()
-        }
-        self._hand.sent()
-        return out
+    def shown(self, obs: Mapping[str, np.ndarray]) -> Obs:
+        """Convert observations [N, ...]."""
+        return self._hand({"obs": obs})["obs"]
+
+    def stepped(self, step: Any) -> Step:
+        """Convert a step with fields of [N, ...]."""
+        flags = np.stack([getattr(step, name) for name in FLAGS])  # one copy instead of five
+        rest = {k: v for k, v in step._asdict().items() if k not in FLAGS}
+        sent = self._hand({"flags": flags, **rest})
+        return Step(**dict(zip(FLAGS, sent.pop("flags").unbind(0), strict=True)), **sent)
+
+
+def tensor_spec(spec: Any, device: str | torch.device, **changes: Any) -> EnvSpec:
+    """Return the ``EnvSpec`` of a NumPy simulator's tensors on ``device``, with other ``changes``."""
+    obs = {k: replace(s, dtype=getattr(torch, str(s.dtype))) for k, s in spec.obs.items()}
+    return replace(spec, obs=obs, device=torch.device(device), **changes)

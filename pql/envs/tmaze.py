@@ -40,10 +40,9 @@ class TMaze(Drawn, TorchEnv):
         stagger: bool = False,
         length: int = 10,
     ):
-        self.length = positive("length", length)
-        limit = default_limit(length) if max_episode_steps is None else max_episode_steps
+        limit = self.describe(num_envs, device, max_episode_steps, stagger, length).max_episode_steps
         super().__init__(num_envs, device, limit, stagger)
-        self.view = ((-1.0, -2.0), (length + 1.0, 2.0))
+        self.length, self.view = length, ((-1.0, -2.0), (length + 1.0, 2.0))
 
     @classmethod
     def describe(
@@ -55,7 +54,7 @@ class TMaze(Drawn, TorchEnv):
         length: int = 10,
     ) -> EnvSpec:
         """Return the ``EnvSpec`` of an environment with these arguments."""
-        limit = default_limit(positive("length", length)) if max_episode_steps is None else max_episode_steps
+        limit = 4 * (positive("length", length) + 1) if max_episode_steps is None else max_episode_steps
         return super().describe(num_envs, device, limit, stagger)
 
     def draw(self) -> Tensor:
@@ -74,8 +73,3 @@ class TMaze(Drawn, TorchEnv):
         moved = torch.where(action == 0, cell + 1, cell).clamp(max=self.length)
         reward = right.float()
         return Transition(torch.stack((sign, moved), 1), reward, turned, {"success": reward})
-
-
-def default_limit(length: int) -> int:
-    """Return the default number of steps of an episode."""
-    return 4 * (length + 1)

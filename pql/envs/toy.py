@@ -1,5 +1,5 @@
-"""Test environments with known results: ``Counter`` (closed form of every row), ``LQR`` (Q* in closed form) and
-``Recall`` (needs a memory).
+"""Test environments with known results: ``Counter`` (closed form of every row), ``LQR`` (the Riccati equation has its
+Q*) and ``Recall`` (needs a memory).
 
 They test collectors, replay and learners, and are the smallest examples of the environment contract.
 """
@@ -211,9 +211,7 @@ class LQR(TorchEnv):
     Two damped, coupled masses: x = (positions, velocities), obs = x [N, 4], action = u [N, 2] in [-1, 1]. Starts are
     uniform in [-0.5, 0.5]; episodes are cut by the time limit only, so the value of a truncated row is the value of
     an endless problem. From those starts no sequence of allowed actions reaches a state in which the optimal control
-    would leave [-1, 1] (for any discount up to 1), so Q* below is exact on all reachable data.
-
-    Source: discounted Riccati equation, Bertsekas, Dynamic Programming and Optimal Control, vol. 2, section 4.2.
+    would leave [-1, 1] (for any discount up to 1), so the Q* of the unbounded problem is exact on all reachable data.
     """
 
     name, obs_size, action_size, state_size, time_limit = "lqr", 4, 2, 4, 50
@@ -240,48 +238,3 @@ class LQR(TorchEnv):
         log = {"state_cost": -(times(state, Q) * state).sum(1), "action_cost": -(times(action, R) * action).sum(1)}
         reward = log["state_cost"] + log["action_cost"]
         return Transition(times(state, A.T) + times(action, B.T), reward, torch.zeros_like(self._true), log)
-
-    def optimal_gain(self, gamma: float) -> Tensor:
-        """Return K of the optimal policy u = -K x, [2, 4] float64, by iterating the Riccati equation to its fixed
-        point. Raises ``ConfigError``: gamma outside [0, 1]."""
-        if not 0 <= gamma <= 1:
-            raise ConfigError("gamma", gamma, "a discount in [0, 1]")
-        A, B, P = self.A, self.B, self.Q
-        K = torch.zeros_like(B.T)
-        for _ in range(1000):  # A is stable with spectral radius 0.8: converged to rounding long before
-            K = torch.linalg.solve(self.R + gamma * B.T @ P @ B, gamma * B.T @ P @ A)
-            P = self.Q + gamma * A.T @ P @ (A - B @ K)
-        return K
-
-    def value_matrix(self, gamma: float, gain: Tensor | None = None) -> Tensor:
-        """Return P with V(x) = -x' P x, [4, 4] float64, for the policy u = -gain x or, by default, the optimal one.
-
-        Solves P = Q + K' R K + gamma (A - B K)' P (A - B K), linear in P.
-
-        Raises:
-            ConfigError: gamma outside [0, 1], or a gain whose value is infinite.
-        """
-        K = self.optimal_gain(gamma) if gain is None else gain.to(self.A)
-        closed = gamma**0.5 * (self.A - self.B @ K)
-        if torch.linalg.eigvals(closed).abs().max() >= 1:
-            raise ConfigError("gain", gain, "a stable closed loop: sqrt(gamma) (A - B gain) within the unit circle")
-        cost = self.Q + K.T @ self.R @ K
-        system = torch.eye(16).to(cost) - torch.kron(closed.T, closed.T)
-        return torch.linalg.solve(system, cost.reshape(16)).reshape(4, 4)
-
-    def value(self, obs: Tensor, gamma: float, gain: Tensor | None = None) -> Tensor:
-        """Return V(x) of the policy u = -gain x, or V* by default: obs [..., 4] -> [...] float64."""
-        x = obs.to(self.A)
-        return -((x @ self.value_matrix(gamma, gain)) * x).sum(-1)
-
-    def q_value(self, obs: Tensor, action: Tensor, gamma: float, gain: Tensor | None = None) -> Tensor:
-        """Return Q(x, u), followed by the policy u = -gain x or, by default, by the optimal one (Q*).
-
-        Args:
-            obs: [..., 4]; action: [..., 2] in [-1, 1].
-        Returns:
-            [...] float64.
-        """
-        x, u = obs.to(self.A), action.to(self.A)
-        reward = -((x @ self.Q) * x).sum(-1) - ((u @ self.R) * u).sum(-1)
-        return reward + gamma * self.value(x @ self.A.T + u @ self.B.T, gamma, gain)

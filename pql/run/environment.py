@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from pql.config import Config
-from pql.contract.env import EnvSpec, VecEnv, check_keywords, find_factory, make_env
+from pql.contract.env import EnvSpec, VecEnv, make_env
 from pql.contract.grouped import Grouped, grouped_spec
 from pql.contract.last_action import LastAction, last_action_spec
+from pql.contract.registry import check_keywords, find_factory
 from pql.engine.placement import Machine, machine_of
 from pql.errors import ConfigError
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from conftest import fit, small_config, start
 from gates import score, train_until
+from regulator import q_value
 from sampling import sample
 
 from pql.engine.executors import Inline
@@ -44,7 +45,7 @@ def closeness_to_the_closed_form(schedule, seed):
         """1 less the critic's relative error, on what the replay holds."""
         ring = parts.collector.replays[0]
         batch = ring.sample(ring.live, 4096, 1, 0.9, torch.Generator().manual_seed(0))
-        truth = env.q_value(batch.obs["policy"], batch.action, gamma=0.9).float()
+        truth = q_value(env, batch.obs["policy"], batch.action, gamma=0.9).float()
         with torch.no_grad():
             learned = parts.learners["v"].state.critic.module(parts.collector.normalizer(batch.obs), batch.action)[0]
         assert truth.abs().mean() > 0.1

@@ -98,7 +98,7 @@ def test_stacks_from_the_replay_are_those_acted_on(atari, autoreset):
         ring.insert(action, step)
         acted.append((obs["policy"], step.final_obs["policy"], action))
         over, obs = step.first if autoreset == "same_step" else ~step.valid, step.obs
-        seen["life"] += int((step.terminated & (env._groups[0].consoles.lives > 0) & ~step.first).sum())
+        seen["life"] += int((step.terminated & (env._groups[0].sim.lives > 0) & ~step.first).sum())
         seen["end"] += int(over.sum())
         seen["cut"] += int(step.truncated.sum())
         seen["filler"] += int((~step.valid).sum())
@@ -171,7 +171,7 @@ def test_only_no_ops_and_sticky_actions_are_random(atari):
 @pytest.mark.slow
 def test_no_ops_are_drawn_up_to_the_largest_number(atari):
     def frames(noop_max):
-        vec = atari(4, noop_max=noop_max)._groups[0].consoles.vec
+        vec = atari(4, noop_max=noop_max)._groups[0].sim.vec
         vec.reset(seed=0)
         return {int(i) for _ in range(8) for i in vec.reset()[1]["episode_frame_number"]}
 

@@ -19,9 +19,9 @@ from pql.contract.conformance import check_env  # noqa: E402
 from pql.contract.env import Box, Discrete, MultiDiscrete, ObsSpec, adapted, make_env  # noqa: E402
 from pql.contract.optional import PartialReset, supports  # noqa: E402
 from pql.envs.adapters.gymnasium import GymnasiumVec  # noqa: E402
+from pql.envs.adapters.gymnasium_copies import gymnasium_sim  # noqa: E402
 from pql.envs.adapters.gymnasium_host import copy_seeds, simulator_action  # noqa: E402
 from pql.errors import ConfigError, PqlWarning, RunError  # noqa: E402
-from pql.remote.actor.gymnasium import GymnasiumSim  # noqa: E402
 from pql.remote.env import spec_of  # noqa: E402
 from pql.remote.process.far_build import describe_simulator  # noqa: E402
 from pql.remote.protocol import Layout, ProtocolError, check_facts, unpack  # noqa: E402
@@ -185,8 +185,8 @@ def test_discrete_actions_begin_where_the_space_begins():
     assert check_env(env, 60).ok
     env = GymnasiumVec(2, id="PqlOther-v0", kwargs={"action": spaces.Discrete(3, start=-1)})
     assert env.spec.action == Discrete(3, start=-1)
-    assert simulator_action(env._copies.facts.action, np.array([0, 2])).tolist() == [-1, 1]
-    sim = GymnasiumSim(2, id="PqlOther-v0", kwargs={"action": spaces.Discrete(3, start=-1)})
+    assert simulator_action(env.sim.envs.single_action_space, np.array([0, 2])).tolist() == [-1, 1]
+    sim = gymnasium_sim(2, id="PqlOther-v0", kwargs={"action": spaces.Discrete(3, start=-1)})
     facts = check_facts(describe_simulator(sim.spec))  # as a remote actor sends them
     assert spec_of(facts, 2, torch.device("cpu"), 1).action == Discrete(3, start=-1)
 
@@ -206,7 +206,7 @@ def test_several_discrete_actions_have_the_shape_and_the_start_of_their_space(sp
     assert action.tolist() == taken
     assert space.contains(action[0])
     assert check_env(env, 20).failed in ([], ["determinism"])  # its observations are drawn from the space
-    sim = GymnasiumSim(1, id="PqlOther-v0", kwargs={"action": space})
+    sim = gymnasium_sim(1, id="PqlOther-v0", kwargs={"action": space})
     facts = check_facts(json.loads(json.dumps(describe_simulator(sim.spec))))
     assert spec_of(facts, 1, torch.device("cpu"), 1).action == spec
     layout, sent = Layout(facts), np.array(given)
@@ -218,7 +218,7 @@ def test_several_discrete_actions_have_the_shape_and_the_start_of_their_space(sp
 
 def test_neighbouring_seeds_share_no_copy():
     """With seed + i, the copies 1 ... N - 1 of a seed would be those of its neighbour."""
-    for make in (GymnasiumVec, GymnasiumSim):
+    for make in (GymnasiumVec, gymnasium_sim):
         env = make(16, id="PqlProbe-v0")
         shown = [set(np.asarray(env.reset(seed)["policy"])[:, 0].tolist()) for seed in range(5)]
         assert len(set.union(*shown)) == 80
@@ -311,7 +311,7 @@ def test_a_vector_environment_is_taken_as_an_object(mode, tmp_path):
         env=Many(4, mode), quiet=True,
     )  # fmt: skip
     assert summary.env_steps >= 200
-    remote = GymnasiumSim(3, id="PqlMany-v0", vectorization="vector_entry_point", kwargs={"mode": mode})
+    remote = gymnasium_sim(3, id="PqlMany-v0", vectorization="vector_entry_point", kwargs={"mode": mode})
     assert remote.spec.autoreset == ours.spec.autoreset
     assert np.array_equal(remote.reset(4)["policy"].astype(np.float32), ours.reset(4)["policy"].numpy())
 
@@ -319,7 +319,7 @@ def test_a_vector_environment_is_taken_as_an_object(mode, tmp_path):
 @pytest.mark.parametrize("remote", [False, True])
 def test_lost_final_observations_of_a_vector_environment_are_marked(remote):
     options = many(kwargs={"mode": AutoresetMode.SAME_STEP, "final": False})
-    env = (GymnasiumSim if remote else GymnasiumVec)(2, **options)
+    env = (gymnasium_sim if remote else GymnasiumVec)(2, **options)
     env.reset(0)
     action = np.zeros((2, 1), np.float32) if remote else torch.zeros(2, 1)
     rows = [(step.first.tolist(), step.final_ok.tolist()) for step in (env.step(action) for _ in range(4))]
@@ -425,7 +425,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("make", [GymnasiumVec, GymnasiumSim])
+@pytest.mark.parametrize("make", [GymnasiumVec, gymnasium_sim])
 @pytest.mark.parametrize(("vectorization", "changes", "method", "wanted"), WRONG)
 def test_a_first_answer_of_another_shape_is_named(make, vectorization, changes, method, wanted):
     env = make(3, id="PqlWrong-v0", vectorization=vectorization, kwargs=changes)
@@ -452,7 +452,7 @@ def test_faults_of_an_environments_own_code_are_left_as_they_are():
 
     env = GymnasiumVec(2, id="PqlWrong-v0")
     env.reset(0)
-    for copy in env._copies.envs.envs:
+    for copy in env.sim.envs.envs:
         copy.unwrapped.step = step.__get__(copy.unwrapped)
     with pytest.raises(ValueError, match="unpack"):
         env.step(torch.zeros(2, 1))
@@ -462,7 +462,7 @@ def test_only_the_first_answers_are_checked():
     env = GymnasiumVec(2, id="PqlWrong-v0")
     env.reset(0)
     env.step(torch.zeros(2, 1))
-    copy = env._copies.envs.envs[0]
+    copy = env.sim.envs.envs[0]
     assert copy.step == copy.env.step
     assert copy.reset == copy.env.reset
 
@@ -518,7 +518,7 @@ def test_wrappers_are_applied_from_the_inside_out(autoreset):
         step = env.step(torch.full((2, 1), 0.5))
     assert step.truncated.all()
     assert step.final_obs["policy"][:, 0].tolist() == [7.5, 7.5]
-    sim = GymnasiumSim(2, id="PqlGoal-v0", wrappers=["FlattenObservation", own])
+    sim = gymnasium_sim(2, id="PqlGoal-v0", wrappers=["FlattenObservation", own])
     assert np.allclose(sim.reset(0)["policy"][:, 1], goal)
 
 
@@ -528,7 +528,7 @@ def test_wrappers_make_arrays_of_discrete_observations_and_set_the_limit():
     assert (env.spec.obs, env.spec.max_episode_steps) == ({"policy": ObsSpec((4,))}, 3)
     assert env.reset(0)["policy"].sum(1).tolist() == [1, 1]
     env = GymnasiumVec(2, id="PqlMany-v0", vectorization="vector_entry_point", wrappers=[f"{__name__}:Bare"])
-    assert isinstance(env._copies.envs, Bare)
+    assert isinstance(env.sim.envs, Bare)
 
 
 class Bare(gymnasium.vector.VectorWrapper):
@@ -644,6 +644,6 @@ def test_an_environment_that_cannot_repeat_itself_is_declared():
     assert "deterministic=False in its EnvSpec (task=gymnasium: task.kwargs.deterministic=false)" in str(report)
     for declared in ({"id": "PqlRestless-v0", "deterministic": False}, {"id": "PqlRestlessSaid-v0"}):
         assert check_env(GymnasiumVec(2, **declared), 8).ok
-        assert GymnasiumSim(2, **declared).spec.deterministic is False
+        assert gymnasium_sim(2, **declared).spec.deterministic is False
     assert GymnasiumVec(2, id="PqlProbe-v0").spec.deterministic
     assert not adapted(gymnasium.make_vec("PqlRestlessSaid-v0", 2)).spec.deterministic

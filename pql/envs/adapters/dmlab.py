@@ -114,7 +114,7 @@ class DmLab:
 
     def __init__(self, labs: list[Any], level: str, actions: Any, repeat: int, shape: tuple[int, int, int]):
         self.labs, self.actions, self.repeat = labs, np.array(actions, dtype=np.intc), repeat
-        spaces = ({"policy": ObsSpec(shape, pixels_type())}, Discrete(len(actions)))
+        spaces = ({"policy": ObsSpec(shape, "uint8")}, Discrete(len(actions)))
         info = {"dt": repeat / labs[0].fps()}
         self.spec = EnvSpec(level.rpartition("/")[2], len(labs), *spaces, "cpu", final_obs="never", info=info)
         self.random = [np.random.RandomState(i) for i in range(len(labs))]
@@ -178,12 +178,3 @@ class Maps:
         part = f"{self.path(key)}.{os.getpid()}"
         shutil.copyfile(pk3_path, part)
         os.replace(part, self.path(key))
-
-
-def pixels_type() -> Any:
-    """Return uint8 in the type that this interpreter's ``ObsSpec`` uses."""
-    try:
-        import torch
-    except ImportError:
-        return "uint8"
-    return torch.uint8

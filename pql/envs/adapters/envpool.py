@@ -15,15 +15,14 @@ import envpool as simulator
 import numpy as np
 import torch
 from gymnasium import spaces
-from torch import Tensor
 
-from pql.contract.env import Box, Discrete, EnvSpec, ObsSpec
-from pql.envs.stage import Handover
+from pql.contract.plain import EnvSpec, ObsSpec, Step
+from pql.envs.adapters.gymnasium_host import action_spec, simulator_action
+from pql.envs.stage import Tensors
 from pql.errors import ConfigError, nearest
-from pql.types import Obs, Step
 
 
-class EnvpoolVec:
+class EnvpoolVec(Tensors):
     """``num_envs`` environments of one of EnvPool's tasks.
 
     obs [N, ...] float32, or uint8 if the task's is; action [N, A] in [-1, 1], rescaled to the task's bounds, or
@@ -47,21 +46,29 @@ class EnvpoolVec:
         threads: int | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ):
+        settings = {"num_envs": num_envs, "num_threads": threads or 0, **(kwargs or {})}
+        super().__init__(EnvpoolSim(id, settings), torch.device(device))
+
+
+class EnvpoolSim:
+    """EnvPool's environments with NumPy arrays [N, ...]. ``settings``: keywords of ``envpool.make``."""
+
+    def __init__(self, id: str, settings: dict[str, Any]):
         if id not in (known := simulator.list_all_envs()):
             raise ConfigError("id", id, f"one of EnvPool's {len(known)} tasks{nearest(id, known)}")
-        self._id = id
-        self._settings: dict[str, Any] = {"num_envs": num_envs, "num_threads": threads or 0, **(kwargs or {})}
+        self._id, self._settings = id, settings
         self._envs = self._make(0)
-        obs, action = self._envs.observation_space, self._envs.action_space
+        obs = self._envs.observation_space
         limit = getattr(self._envs.spec.config, "max_episode_steps", None)
         if limit and id.startswith("gfootball/"):
             limit += 1  # its episodes are one row longer than documented
         limit = limit if limit and 0 < limit < 2**31 - 1 else None
-        spaces = ({"policy": _obs_spec(obs)}, _action_spec(action))
-        self.spec = EnvSpec(id, num_envs, *spaces, torch.device(device), limit, "next_step", "always")
-        self._space, self._hand = action, Handover(self.spec.device)
-        self._kind = np.uint8 if obs.dtype == np.uint8 else np.float32
-        self._true = torch.ones(num_envs, dtype=torch.bool, device=self.spec.device)
+        if not isinstance(obs, spaces.Box) or np.dtype(obs.dtype).kind not in "fiub":
+            raise ConfigError("observation_space", obs, "one array of numbers")
+        self._kind = "uint8" if obs.dtype == np.uint8 else "float32"
+        groups = {"policy": ObsSpec(tuple(obs.shape), self._kind)}
+        action = action_spec(self._envs.action_space)
+        self.spec = EnvSpec(id, settings["num_envs"], groups, action, "cpu", limit, "next_step", "always")
 
     def _make(self, seed: int) -> Any:
         try:
@@ -69,54 +76,20 @@ class EnvpoolVec:
         except (TypeError, ValueError, AssertionError) as error:
             raise ConfigError("kwargs", self._settings, f"keywords that {self._id} takes ({error})") from error
 
-    def reset(self, seed: int | None = None) -> Obs:
+    def reset(self, seed: int | None = None) -> dict[str, np.ndarray]:
         if seed is not None:
             self._envs.close()
             # EnvPool seeds environment i with seed + i: neighbouring seeds would share all environments but one.
             self._envs = self._make(int(np.random.SeedSequence(seed).generate_state(1)[0] >> 2))
-        return self._send(self._envs.reset()[0])
+        return {"policy": self._envs.reset()[0].astype(self._kind)}
 
-    def step(self, action: Tensor) -> Step:
-        obs, reward, terminated, truncated, info = self._envs.step(self._rescale(action))
+    def step(self, action: np.ndarray) -> Step:
+        given = simulator_action(self._envs.action_space, action).astype(self._envs.action_space.dtype)
+        obs, reward, terminated, truncated, info = self._envs.step(given)
         filler = info["elapsed_step"] == 0
-        flags = np.stack((terminated & ~filler, truncated & ~terminated & ~filler, filler, ~filler))
-        hand = self._hand
-        hand.wait()
-        seen = hand.send("obs", obs.astype(self._kind))
-        sent, paid = hand.send("flags", flags), hand.send("reward", reward.astype(np.float32))
-        hand.sent()
-        ends, cuts, first, valid = sent.unbind(0)
-        return Step({"policy": seen}, paid, ends, cuts, first, {"policy": seen}, self._true, valid, {})
+        ends, cuts = terminated & ~filler, truncated & ~terminated & ~filler
+        seen = {"policy": obs.astype(self._kind)}
+        return Step(seen, reward.astype(np.float32), ends, cuts, filler, seen, np.ones_like(filler), ~filler, {})
 
     def close(self) -> None:
         self._envs.close()
-
-    def _send(self, obs: np.ndarray) -> Obs:
-        self._hand.wait()
-        seen = self._hand.send("obs", obs.astype(self._kind))
-        self._hand.sent()
-        return {"policy": seen}
-
-    def _rescale(self, action: Tensor) -> np.ndarray:
-        """[N, A] in [-1, 1] -> [N, ...] within the task's bounds, or [N] from its first number."""
-        given = action.detach().cpu().numpy()
-        if isinstance(self._space, spaces.Discrete):
-            return (given + self._space.start).astype(self._space.dtype)
-        low, high = (np.asarray(b, np.float64).reshape(-1) for b in (self._space.low, self._space.high))
-        scaled = low + (given.clip(-1, 1) + 1) / 2 * (high - low)
-        return scaled.reshape(-1, *self._space.shape).astype(self._space.dtype)
-
-
-def _obs_spec(space: Any) -> ObsSpec:
-    if not isinstance(space, spaces.Box) or np.dtype(space.dtype).kind not in "fiub":
-        raise ConfigError("observation_space", space, "one array of numbers")
-    return ObsSpec(tuple(space.shape), torch.uint8 if space.dtype == np.uint8 else torch.float32)
-
-
-def _action_spec(space: Any) -> Box | Discrete:
-    if isinstance(space, spaces.Discrete):
-        return Discrete(int(space.n), int(space.start))
-    if not isinstance(space, spaces.Box) or not (np.isfinite(space.low).all() and np.isfinite(space.high).all()):
-        raise ConfigError("action_space", space, "a Box with finite bounds, or Discrete")
-    low, high = (tuple(np.asarray(b, float).reshape(-1).tolist()) for b in (space.low, space.high))
-    return Box(int(np.prod(space.shape)), low, high)

@@ -10,11 +10,10 @@ from typing import Any
 
 import gymnasium
 import numpy as np
-from gymnasium.vector import VectorEnv
 
 from pql.contract.shapes import array_fault, groups_fault
-from pql.envs.adapters.gymnasium_host import groups_of, obs_parts, reset_copies
-from pql.errors import ConfigError, first_line
+from pql.envs.adapters.gymnasium_host import groups_of, obs_parts
+from pql.errors import first_line
 
 FIELDS = {"reset": "(obs, info)", "step": "(obs, reward, terminated, truncated, info)"}
 Parts = Mapping[str, tuple[tuple[int, ...], str]]  # of ``obs_parts``
@@ -22,38 +21,6 @@ Parts = Mapping[str, tuple[tuple[int, ...], str]]  # of ``obs_parts``
 
 class AnswerError(Exception):
     """A wrong answer; the message completes "expected ...". It has one argument, as ``AsyncVectorEnv`` re-raises it."""
-
-
-class FirstAnswers:
-    """``reset`` and ``step`` of a vector environment; checks the first answer of each.
-
-    Args:
-        name: the environment's, for errors.
-        parts: shape and dtype of each observation group, of one copy.
-    """
-
-    def __init__(self, envs: VectorEnv, name: str, parts: Parts):
-        self._envs, self._name, self._parts = envs, name, parts
-        self._unseen = set(FIELDS)
-
-    def reset(self, seed: int | None) -> Any:
-        """Restart all copies; return the observations [N, ...]. Raises ``ConfigError``: the first answer is wrong."""
-        return self._answer("reset", reset_copies, self._envs, seed)[0]
-
-    def step(self, action: np.ndarray) -> Any:
-        """Step with ``action`` [N, ...]; return gymnasium's five. Raises ``ConfigError`` as :meth:`reset`."""
-        return self._answer("step", self._envs.step, action)
-
-    def _answer(self, method: str, call: Callable[..., Any], *given: Any) -> Any:
-        if method not in self._unseen:
-            return call(*given)
-        try:
-            answer = first_answer(method, lambda: call(*given), self._parts, (self._envs.num_envs,))
-        except AnswerError as error:
-            wanted = f"{method}() to return {error}: pql doctor --env NAME tests it"
-            raise ConfigError("task", self._name, wanted) from error
-        self._unseen.remove(method)
-        return answer
 
 
 class CheckFirst(gymnasium.Wrapper):

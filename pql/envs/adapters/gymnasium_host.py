@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import gymnasium
 import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
-from pql.contract.plain import Box, Discrete, MultiDiscrete
+from pql.contract.plain import Box, Discrete, EnvSpec, MultiDiscrete, ObsSpec
 from pql.contract.registry import import_name
 from pql.errors import ConfigError, RunError, first_line, nearest
 
@@ -63,18 +63,6 @@ class CopyObservation(gymnasium.ObservationWrapper):
 
     def observation(self, observation: Any) -> Any:
         return copy.deepcopy(observation)
-
-
-class Facts(NamedTuple):
-    """Properties of an environment that its specification is made of."""
-
-    name: str
-    obs: spaces.Space  # of a single environment, as ``action``
-    action: spaces.Space
-    max_episode_steps: int | None
-    autoreset: str
-    info: dict[str, Any]
-    deterministic: bool
 
 
 def check_settings(num_envs: int, settings: GymnasiumSettings) -> None:
@@ -215,32 +203,32 @@ def _wrap(wrapper: Callable[..., Any], name: str, kwargs: dict[str, Any], env: A
         raise ConfigError("wrappers", name, wanted) from error
 
 
-# -- properties -------------------------------------------------------------------------------------------------------
+# -- specification ----------------------------------------------------------------------------------------------------
 
 
-def facts_of_copies(settings: GymnasiumSettings, default: str) -> Facts:
-    """Return the properties of ``sync`` or ``async`` copies; makes one of them, and closes it. ``default``: the
-    autoreset mode if the settings name none."""
+def spec_of_copies(settings: GymnasiumSettings, num_envs: int, default: str) -> EnvSpec:
+    """Return the specification of ``num_envs`` ``sync`` or ``async`` copies; makes one of them, and closes it.
+    ``default``: the autoreset mode if the settings name none. Raises ``ConfigError`` for an unsupported space."""
     env = make_one(settings)
     try:
         limit = env.spec.max_episode_steps if env.spec else None
         mode, repeats = settings.autoreset or default, settings.deterministic
-        return _facts(env, settings.id, env.observation_space, env.action_space, limit, mode, repeats)
+        return _spec(env, settings.id, num_envs, (env.observation_space, env.action_space), limit, mode, repeats)
     finally:
         env.close()
 
 
-def facts_of_vector(
+def spec_of_vector(
     envs: VectorEnv, setting: str, name: str, autoreset: str | None = None, deterministic: bool | None = None
-) -> Facts:
-    """Return the properties of a vector environment.
+) -> EnvSpec:
+    """Return the specification of a vector environment.
 
     Args:
         setting, name: the setting that chose it, and its name: for errors.
         autoreset: the mode that the settings demand; None: any.
         deterministic: as in :class:`GymnasiumSettings`.
     Raises:
-        ConfigError: its ``metadata`` declare no autoreset mode, or one that is not supported.
+        ConfigError: its ``metadata`` declare no autoreset mode, or one that is not supported; an unsupported space.
     """
     declared = envs.metadata.get("autoreset_mode")
     mode = next((k for k, v in MODES.items() if declared in (v, v.value)), None)
@@ -252,23 +240,34 @@ def facts_of_vector(
         raise ConfigError("autoreset", autoreset, f"null or {mode}, as {name} has")
     spec = envs.spec
     limit = None if spec is None else spec.kwargs.get("max_episode_steps", spec.max_episode_steps)
-    return _facts(envs, name, envs.single_observation_space, envs.single_action_space, limit, mode, deterministic)
+    both = (envs.single_observation_space, envs.single_action_space)
+    return _spec(envs, name, envs.num_envs, both, limit, mode, deterministic)
 
 
-def _facts(
+def _spec(
     env: Any,
     name: str,
-    obs: spaces.Space,
-    action: spaces.Space,
+    num_envs: int,
+    both: tuple[spaces.Space, spaces.Space],  # of observations and actions of one copy
     limit: int | None,
     autoreset: str,
     deterministic: bool | None,
-) -> Facts:
+) -> EnvSpec:
     rate = env.metadata.get("render_fps")
     if deterministic is None:
         deterministic = not (env.spec and env.spec.nondeterministic)
-    info = {"dt": 1 / rate} if rate else {}
-    return Facts(name, obs, action, limit if limit and limit > 0 else None, autoreset, info, deterministic)
+    return EnvSpec(
+        name=name,
+        num_envs=num_envs,
+        obs={k: ObsSpec(*part) for k, part in obs_parts(both[0]).items()},
+        action=action_spec(both[1]),
+        device="cpu",
+        max_episode_steps=limit if limit and limit > 0 else None,
+        autoreset=autoreset,
+        final_obs="always",
+        info={"dt": 1 / rate} if rate else {},
+        deterministic=deterministic,
+    )
 
 
 def resets_copies(envs: VectorEnv) -> bool:
@@ -282,7 +281,7 @@ def reset_copies(envs: VectorEnv, seed: int | None) -> Any:
     if seed is None:
         return envs.reset()
     seeds = copy_seeds(seed, envs.num_envs)
-    return envs.reset(seed=seeds if resets_copies(envs) else seeds[0])  # type: ignore[arg-type]
+    return envs.reset(seed=seeds if resets_copies(envs) else seeds[0])
 
 
 def copy_seeds(seed: int, count: int) -> list[int]:

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pql.contract.env import check_keywords
-from pql.contract.registry import import_name
+from pql.contract.registry import check_keywords, import_name
 from pql.envs.mujoco.engine import Rows
 from pql.envs.mujoco.randomize import amount
 from pql.errors import ConfigError, nearest

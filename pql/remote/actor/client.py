@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 import grpc
@@ -50,45 +50,6 @@ class Simulator(Protocol):
 
 class EndedError(Exception):
     """The stream ended; the actor may reconnect. The message holds the reason."""
-
-
-class Alarm:
-    """Context manager with a deadline for single reads of a gRPC stream: gRPC's own bounds the whole stream.
-
-    Args:
-        cancel: ends the stream; called by another thread.
-    Attributes:
-        rang: the stream was ended.
-        seconds: the limit of the last read.
-    """
-
-    def __init__(self, cancel: Callable[[], object]):
-        self.cancel, self.rang, self.seconds = cancel, False, 0.0
-        self._due, self._over = float("inf"), threading.Event()
-        self._thread = threading.Thread(target=self._look, name="pql-actor-alarm", daemon=True)
-
-    def __enter__(self) -> "Alarm":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join(deadlines.WORKER)
-
-    def within(self, seconds: float, call: Callable[[], Any]) -> Any:
-        """Return ``call()``, whose error is that of a cancelled stream after ``seconds`` (``rang`` is then True)."""
-        self.seconds, self._due = seconds, time.monotonic() + seconds
-        try:
-            return call()
-        finally:
-            self._due = float("inf")
-
-    def _look(self) -> None:
-        while not self._over.wait(deadlines.LOOK):
-            if time.monotonic() >= self._due:
-                self.rang = True
-                self.cancel()
-                return
 
 
 class ActorClient:
@@ -173,13 +134,11 @@ class ActorClient:
             show = () if self.token is None else (("authorization", f"Bearer {self.token}"),)
             call = channel.stream_stream(f"/{protocol.SERVICE}/{protocol.METHOD}")
             stream = call(iter(outbox.get, None), metadata=show)
+            inbox: SimpleQueue[Any] = SimpleQueue()
+            # gRPC limits the time of a whole stream, a queue that of each message.
+            threading.Thread(target=read_all, args=(stream, inbox), name="pql-actor-reader", daemon=True).start()
             try:
-                with Alarm(stream.cancel) as alarm:
-                    return self._serve(stream, outbox, alarm)
-            except grpc.RpcError as error:
-                if alarm.rang:
-                    raise EndedError(self._silent(alarm.seconds)) from error
-                raise self._ended(error) from error
+                return self._serve(inbox, outbox)
             finally:
                 self.connected = False
                 outbox.put(None)
@@ -190,11 +149,11 @@ class ActorClient:
             return grpc.insecure_channel(self.address, options=OPTIONS)
         return grpc.secure_channel(self.address, self.credentials, options=OPTIONS)
 
-    def _serve(self, stream: Any, outbox: "SimpleQueue[bytes | None]", alarm: Alarm) -> str | None:
+    def _serve(self, inbox: "SimpleQueue[Any]", outbox: "SimpleQueue[bytes | None]") -> str | None:
         """Answer the learner's requests."""
         run_id = int.from_bytes(os.urandom(8), "little")  # new for each connection, so that old frames are rejected
         outbox.put(protocol.pack_json(protocol.HELLO, run_id, 0, {"spec": self.facts, "role": self.role}))
-        while (message := alarm.within(self._wait(), lambda: next(stream, None))) is not None:
+        while (message := self._next(inbox)) is not None:
             frame = protocol.unpack(message)
             if frame.run_id != run_id:
                 raise ProtocolError("an answer to another actor")
@@ -210,16 +169,18 @@ class ActorClient:
                 outbox.put(self._obey(frame))
         raise EndedError("the learner has closed the stream")
 
-    def _wait(self) -> float:
-        """Return the seconds within which the learner's next message must arrive."""
-        if self.connected:
-            return deadlines.ORDER
+    def _next(self, inbox: "SimpleQueue[Any]") -> bytes | None:
+        """Return the learner's next message; None at the end of the stream."""
         left = math.inf if self.patience is None else self._alone_since + self.patience - time.monotonic()
-        return min(deadlines.WELCOME, max(0.0, left))
-
-    def _silent(self, seconds: float) -> str:
-        what = "sent no request" if self.connected else "not answered this actor"
-        return f"the learner has {what} for {round(seconds, 1):g} s"
+        seconds = deadlines.ORDER if self.connected else min(deadlines.WELCOME, max(deadlines.LOOK, left))
+        try:
+            message = inbox.get(timeout=seconds)
+        except Empty:
+            what = "sent no request" if self.connected else "not answered this actor"
+            raise EndedError(f"the learner has {what} for {round(seconds, 1):g} s") from None
+        if isinstance(message, grpc.RpcError):
+            raise self._ended(message) from message
+        return message
 
     def _welcome(self, said: Mapping[str, Any]) -> None:
         """Read WELCOME: the actor's number and the learner's time limits, which the watchdog here also applies."""
@@ -266,6 +227,16 @@ class ActorClient:
             }.get(FINAL[code])
             return ConfigError(FINAL[code], value, f"a value that the learner at {self.address} accepts: {why}")
         return EndedError(f"{code.name.lower().replace('_', ' ')}: {str(why).rpartition(': ')[2]}")
+
+
+def read_all(stream: Any, inbox: "SimpleQueue[Any]") -> None:
+    """Put the messages of a stream into ``inbox``, and at its end the error, or None."""
+    try:
+        for message in stream:
+            inbox.put(message)
+        inbox.put(None)
+    except grpc.RpcError as error:
+        inbox.put(error)
 
 
 def say_actor(line: str) -> None:

@@ -10,9 +10,9 @@ import numpy as np
 from pql.contract.registry import check_chosen
 from pql.errors import ConfigError
 from pql.remote.actor.client import Simulator
-from pql.remote.process.far_build import UnknownError, build_simulator
+from pql.remote.process.far_build import build_simulator
 
-PLAIN = {"gymnasium": "pql.remote.actor.gymnasium:GymnasiumSim", "atari": "pql.remote.actor.atari:AtariSim"}
+PLAIN = {"gymnasium": "pql.envs.adapters.gymnasium_copies:gymnasium_sim", "atari": "pql.envs.atari_core:AtariSim"}
 """NumPy simulators that replace the learner's adapters, with the same settings."""
 
 
@@ -29,9 +29,10 @@ def make_sim(name: str, num_envs: int, kwargs: Mapping[str, Any]) -> Simulator:
     try:
         with no_grad():  # ``build`` turns gradients off globally; restore the caller's setting
             return Host(build_simulator(request))
-    except UnknownError as error:
-        setting, value = ("--task", name) if error.setting == "task" else (error.setting, error.value)
-        raise ConfigError(setting, value, error.allowed) from error
+    except ConfigError as error:
+        if error.setting != "task":
+            raise
+        raise ConfigError("--task", name, error.allowed) from error
 
 
 class Host:

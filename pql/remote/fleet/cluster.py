@@ -1,53 +1,46 @@
-"""Ray cluster that runs the actors of a fleet. No other file uses Ray."""
+"""Ray cluster that runs the actors of a fleet, and restarts those that it loses. No other file uses Ray."""
 
 import logging
 import os
 import socket
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
 from typing import Any
 
 from pql.engine import deadlines
-from pql.errors import ConfigError
+from pql.errors import ConfigError, first_line
 from pql.remote.actor.command import ActorOptions
-from pql.remote.fleet.host import FleetHost
-from pql.remote.fleet.supervisor import LOST, Ending, Look
+from pql.remote.fleet.host import FleetHost, Look
 from pql.remote.protocol import LOOPBACK
 
 LOCAL = "local"
 THREADS = 3  # of a Ray actor: for ``run``, ``look`` and ``leave``
-
-
-@dataclass
-class Placed:
-    """A Ray actor and its pending calls."""
-
-    handle: Any
-    ending: Any  # call of ``run``
-    news: Any  # call of ``where``, then of ``look``
-    node: str | None = None  # set once its process runs
-    look: Look | None = None
+FOR_EVER = {"max_restarts": -1, "max_task_retries": -1}  # on another machine, too
 
 
 class RayCluster:
     """Ray cluster on which each actor is a Ray actor with ``cpus`` processors, spread over the machines.
 
-    Ray's own restarts are off: they have no back-off, and do not distinguish finished actors from lost ones.
+    Ray starts an actor again whose process or machine it has lost, and calls its ``run`` again.
 
     Args:
         address: address of the cluster's head; ``auto``: the cluster of this machine; ``local``: a new cluster with
             only this machine, which ends with this process.
+        tell: called with each message for the user.
     Raises:
         ConfigError: Ray is not installed, there is no such cluster, or its machines cannot reach the learner's address.
     """
 
-    def __init__(self, setup: ActorOptions, address: str, cpus: float):
+    def __init__(self, setup: ActorOptions, address: str, cpus: float, tell: Callable[[str], None]):
         try:
             import ray
         except ModuleNotFoundError as error:
             needed = f"packages that are installed: pip install 'pql-rl[cluster]' ({error})"
             raise ConfigError("command", "fleet", needed) from error
-        self.ray, self.setup = ray, setup
-        self._placed: dict[int, Placed] = {}
+        self.ray, self.setup, self.tell = ray, setup, tell
+        self._handles: dict[int, Any] = {}
+        self._runs: dict[Any, int] = {}  # calls of ``run`` that have not ended -> the actor's number
+        self._asked: dict[int, tuple[Any, float]] = {}  # call of ``look`` and its time
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         if address == LOCAL:
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -60,8 +53,8 @@ class RayCluster:
             raise ConfigError("--ray", address, hint) from error
         self._nodes = [node for node in ray.nodes() if node["Alive"]]
         self._check_reach()
-        options = {"num_cpus": cpus, "max_concurrency": THREADS, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
-        self._host: Any = ray.remote(Located).options(**options)
+        options = {"num_cpus": cpus, "max_concurrency": THREADS, "scheduling_strategy": "SPREAD"}
+        self._host: Any = ray.remote(Located).options(**options, **FOR_EVER)
 
     def _check_reach(self) -> None:
         """Raise ``ConfigError`` for a loopback address on a cluster of several machines."""
@@ -76,47 +69,54 @@ class RayCluster:
         nodes = f"{count} node{'s' * (count > 1)}, {processors:g} processors"
         return f"a Ray cluster of {nodes}; this is node {short_name(self.ray)}"
 
-    def place(self, number: int) -> None:
-        handle: Any = self._host.remote(self.setup)
-        self._placed[number] = Placed(handle, handle.run.remote(), handle.where.remote())
+    def start(self, count: int) -> None:
+        """Request ``count`` actors, on any machines with room; return immediately."""
+        for number in range(count):
+            self._place(number)
 
-    def look(self) -> dict[int, Look | Ending | None]:
-        refs = [ref for placed in self._placed.values() for ref in (placed.ending, placed.news)]
-        ready = set(self.ray.wait(refs, num_returns=len(refs), timeout=0)[0]) if refs else set()
-        found: dict[int, Look | Ending | None] = {}
-        for number, placed in list(self._placed.items()):
-            if placed.ending in ready:
-                found[number] = self._ending(placed)
-                self.remove(number)
-            else:
-                if placed.news in ready:
-                    self._read(placed)
-                found[number] = placed.look
+    def _place(self, number: int) -> None:
+        handle = self._handles[number] = self._host.remote(self.setup)
+        self._runs[handle.run.remote()] = number
+        self._asked[number] = handle.look.remote(), time.monotonic()
+
+    def looks(self) -> dict[int, Look | None]:
+        """Return the new states of actors; None for one that does not answer."""
+        found: dict[int, Look | None] = {}
+        for number in self._runs.values():
+            asked, since = self._asked[number]
+            try:
+                found[number] = self.ray.get(asked, timeout=0)
+            except self.ray.exceptions.GetTimeoutError:
+                if time.monotonic() - since > deadlines.RAY:
+                    found[number] = None
+                continue
+            except self.ray.exceptions.RayError:  # it was lost
+                found[number] = None
+            self._asked[number] = self._handles[number].look.remote(), time.monotonic()
         return found
 
-    def _ending(self, placed: Placed) -> Ending:
-        try:
-            return self.ray.get(placed.ending, timeout=deadlines.RAY)
-        except self.ray.exceptions.RayError as error:
-            return Ending(LOST, reason(error))
+    def endings(self) -> dict[int, str | None]:
+        """Return why actors have ended since the last call: the learner's reason; None for one that has left."""
+        found: dict[int, str | None] = {}
+        ready = self.ray.wait([*self._runs], num_returns=len(self._runs), timeout=0)[0] if self._runs else ()
+        for call in ready:
+            number = self._runs.pop(call)
+            try:
+                found[number] = self.ray.get(call, timeout=deadlines.RAY)
+            except self.ray.exceptions.RayError as error:  # its machine has no pql, for example: try another
+                self.tell(f"actor {number} could not start: {first_line(error)}")
+                self._place(number)
+        return found
 
-    def _read(self, placed: Placed) -> None:
-        """Read the last look and request the next."""
-        try:
-            if placed.node is None:
-                placed.node = self.ray.get(placed.news, timeout=deadlines.RAY)
-                placed.look = Look(placed.node)
-            else:
-                placed.look = self.ray.get(placed.news, timeout=deadlines.RAY)
-        except self.ray.exceptions.RayError:
-            return  # the result of ``run`` holds the error
-        placed.news = placed.handle.look.remote(placed.node)
+    @property
+    def acting(self) -> int:
+        """Number of actors that have not ended."""
+        return len(self._runs)
 
-    def stop(self, number: int) -> None:
-        self._placed[number].handle.leave.remote()
-
-    def remove(self, number: int) -> None:
-        self.ray.kill(self._placed.pop(number).handle)
+    def leave(self) -> None:
+        """Ask all actors to leave between two steps; return immediately."""
+        for number in self._runs.values():
+            self._handles[number].leave.remote()
 
     def close(self) -> None:
         """Disconnect from the cluster, which ends the fleet's remaining actors."""
@@ -124,12 +124,12 @@ class RayCluster:
 
 
 class Located(FleetHost):
-    """Host that reports its machine."""
+    """Host that knows its machine."""
 
-    def where(self) -> str:
+    def __init__(self, setup: ActorOptions):
         import ray
 
-        return f"{socket.gethostname()} (node {short_name(ray)})"
+        super().__init__(setup, f"{socket.gethostname()} (node {short_name(ray)})")
 
 
 def knock(address: str) -> None:
@@ -142,12 +142,3 @@ def knock(address: str) -> None:
 def short_name(ray: Any) -> str:
     """Return the first characters of Ray's id of this node."""
     return str(ray.get_runtime_context().get_node_id())[:8]
-
-
-def reason(error: Exception) -> str:
-    """Return the line of Ray's error message that says why an actor ended."""
-    if type(error).__name__ == "ActorUnavailableError":
-        return "its process or its machine does not answer"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    causes = [line for line in lines if line.startswith("The actor ")] or lines or [type(error).__name__]
-    return causes[-1].partition(". ")[0]

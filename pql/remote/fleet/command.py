@@ -1,6 +1,7 @@
 """Command line of ``pql fleet``."""
 
 import argparse
+import math
 import sys
 import time
 
@@ -8,7 +9,7 @@ from pql.engine import deadlines
 from pql.engine.interrupt import Interrupt
 from pql.errors import ConfigError
 from pql.remote.actor import command as actor
-from pql.remote.fleet.supervisor import Fleet
+from pql.remote.fleet.status import FleetStatus
 
 PERIOD = 0.5  # seconds between looks
 MESSAGE = b"\npql fleet: actors leave (at most %d s); Ctrl-C again to quit at once\n" % deadlines.LEAVE
@@ -30,19 +31,26 @@ def run_fleet(args: argparse.Namespace) -> int:
     setup = actor.setup_of(args)
     from pql.remote.fleet.cluster import RayCluster
 
-    cluster = RayCluster(setup, args.ray, args.cpus)
+    cluster = RayCluster(setup, args.ray, args.cpus, say_fleet)
     say_fleet(cluster.words())
-    fleet = Fleet(cluster, args.actors, args.num_envs, say_fleet)
+    status = FleetStatus(args.actors, args.num_envs, say_fleet)
     try:
+        cluster.start(args.actors)
         with Interrupt(MESSAGE) as interrupt:  # after Ray has installed its own handlers
-            while not fleet.turn(time.monotonic()):
-                if interrupt.asked:
-                    fleet.drain(time.monotonic())
+            end = math.inf
+            while cluster.acting and time.monotonic() < end:
+                reasons = {f"actor {n}: {why}" for n, why in cluster.endings().items() if why is not None}
+                if end == math.inf:
+                    status.see(cluster.looks(), time.monotonic())
+                    if reasons or interrupt.asked or status.error is not None:
+                        say_fleet(*sorted(reasons)[:1])
+                        end = time.monotonic() + deadlines.LEAVE
+                        cluster.leave()
                 time.sleep(PERIOD)
     finally:
         cluster.close()
-    if fleet.error is not None:
-        raise fleet.error
+    if status.error is not None:
+        raise status.error
     return 130 if interrupt.asked else 0
 
 
@@ -54,5 +62,6 @@ def check_fleet(args: argparse.Namespace) -> None:
         raise ConfigError("--cpus", f"{args.cpus:g}", "a number above 0")
 
 
-def say_fleet(line: str) -> None:
-    print(f"pql fleet: {line}", file=sys.stderr, flush=True)
+def say_fleet(*lines: str) -> None:
+    for line in lines:
+        print(f"pql fleet: {line}", file=sys.stderr, flush=True)

@@ -1,41 +1,74 @@
-"""Process that runs one actor, as ``pql actor`` does, on a machine of the cluster and reports its state."""
+"""Process that runs one actor, as ``pql actor`` does, on a machine of the cluster, and reports its state."""
 
+import os
+import random
 import threading
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pql.engine.watchdog import Watchdog
-from pql.errors import ConfigError
+from pql.errors import ConfigError, first_line
 from pql.remote.actor.command import ActorOptions, make_actor_client
-from pql.remote.fleet.supervisor import FAILED, OVER, REFUSED, STOPPED, Ending, Look
 
 if TYPE_CHECKING:
     from pql.remote.actor.client import ActorClient
+
+FIRST_DELAY, LONGEST_DELAY = 1.0, 60.0  # seconds until an actor that failed is made again
+STEADY = 60.0  # seconds after which earlier failures no longer count
+
+
+class Look(NamedTuple):
+    """State of an actor at one moment."""
+
+    node: str  # name of its machine, for messages
+    process: int
+    steps: int = 0  # of each of its environments, in this process
+    connected: bool = False
+    said: str = ""  # its last line
+    failures: int = 0  # consecutive
+    setting: tuple[str, Any, str] | None = None  # arguments of the ``ConfigError`` of the last one, if it was one
 
 
 class FleetHost:
     """Host of one actor. ``run`` occupies a thread until the actor ends; other threads call the other methods."""
 
-    def __init__(self, setup: ActorOptions):
-        self.setup, self._leave, self._said = setup, threading.Event(), ""
+    def __init__(self, setup: ActorOptions, node: str = ""):
+        self.setup, self.node, self._leave = setup, node, threading.Event()
         self.actor: ActorClient | None = None
+        self._said, self._failures, self._steps = "", 0, 0
+        self._setting: tuple[str, Any, str] | None = None
 
-    def run(self) -> Ending:
-        """Run the actor until the learner, or ``leave``, ends it. Errors are returned as text: a simulator's exception
-        types may be unknown to the fleet's process."""
+    def run(self) -> str | None:
+        """Run the actor until the learner ends it, and return its reason; None after :meth:`leave`. One that fails is
+        made again, after a growing delay."""
+        while not self._leave.is_set():
+            start = time.monotonic()
+            try:
+                return self._act()
+            except Exception as error:
+                wrong = (error.setting, str(error.value), error.allowed) if isinstance(error, ConfigError) else None
+                self._failures = 1 if time.monotonic() - start > STEADY else self._failures + 1
+                self._setting = wrong
+                delay = min(LONGEST_DELAY, FIRST_DELAY * 2 ** min(self._failures - 1, 10)) * random.uniform(0.5, 1.0)
+                self._tell(f"{error if wrong else first_line(error)}; next attempt in {delay:.1f} s")
+                self._leave.wait(delay)
+        return None
+
+    def _act(self) -> str | None:
+        self.actor = make_actor_client(self.setup, self._tell, self._leave)
         try:
-            self.actor = make_actor_client(self.setup, self._tell, self._leave)
-            with Watchdog():  # a hung simulator ends this process, and the fleet starts another
-                why = self.actor.run()
-            self.actor.sim.close()
-        except ConfigError as error:
-            return Ending(REFUSED, str(error), (error.setting, str(error.value), error.allowed))
-        except Exception as error:
-            return Ending(FAILED, f"{type(error).__name__}: {error}".splitlines()[0])
-        return Ending(STOPPED, "") if why is None else Ending(OVER, why)
+            with Watchdog():  # a hung simulator ends this process, and Ray starts another
+                return self.actor.run()
+        finally:
+            self._steps += self.actor.steps
+            actor, self.actor = self.actor, None
+            actor.sim.close()
 
-    def look(self, node: str) -> Look:
-        actor = self.actor
-        return Look(node) if actor is None else Look(node, actor.steps, actor.connected, self._said)
+    def look(self) -> Look:
+        actor, steps = self.actor, self._steps
+        connected = actor is not None and actor.connected
+        steps += 0 if actor is None else actor.steps
+        return Look(self.node, os.getpid(), steps, connected, self._said, self._failures, self._setting)
 
     def leave(self) -> None:
         """Leave at the learner's next request."""

@@ -235,7 +235,7 @@ class Server:
     def check(self, method: str, answer: Any, tensors: bool = False) -> None:
         """Refuse an answer whose fields or shapes are not those of the specification."""
         if fault := self.sims.answer_fault(method, answer, self.env.spec, tensors):
-            raise self.sims.UnknownError("task", self.env.spec.name, fault)
+            raise self.sims.ConfigError("task", self.env.spec.name, fault)
 
     def show(self, method: str, obs: Mapping[str, Any]) -> None:
         """Write an observation to shared memory, and detect whether the simulator uses torch or NumPy."""

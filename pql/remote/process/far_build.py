@@ -5,69 +5,30 @@ Used by ``far.py`` and by actors. It runs on Python 3.8 with NumPy alone.
 
 from __future__ import annotations
 
-import difflib
-import importlib
-import importlib.metadata
-import importlib.util
 import inspect
 import operator
-import os
 import sys
 from typing import Any, Callable, Mapping
 
 import numpy as np
 
+from pql.contract.registry import check_keywords, find_factory
 from pql.contract.shapes import FLAGS, array_fault, groups_fault, log_keys_fault, step_fault
+from pql.errors import ConfigError
 
 ORDINARY = (False, False, False, True, True)  # FLAGS of a row in which no episode ended or began
 flags_of = operator.attrgetter(*FLAGS)
 ALIGN = 64
 
 
-class UnknownError(Exception):
-    """Invalid setting; the parent raises a ``ConfigError`` from it."""
-
-    def __init__(self, setting: str, value: Any, allowed: str):
-        super().__init__(f"{setting}={value}: expected {allowed}")
-        self.setting, self.value, self.allowed = setting, value, allowed
-
-
-def nearest_name(name: str, names: list[str]) -> str:
-    """Return a suggestion like ``pql.errors.nearest``, which this file cannot import."""
-    near = difflib.get_close_matches(name, names, n=1)
-    return f" (did you mean {near[0]}?)" if near else ""
-
-
 def find_simulator(name: str) -> Callable[..., Any]:
-    """Return the factory ``name``: ``module:attribute`` (the working directory included), an entry point of
-    ``pql.envs`` in this interpreter, or a built-in name."""
-    here = importlib.import_module("pql.envs")
-    builtin, needed = here.BUILTIN, here.NEEDS.get(name, ())
-    found: Any = importlib.metadata.entry_points()
-    group = found.select(group="pql.envs") if sys.version_info >= (3, 10) else found.get("pql.envs", ())
-    points = {point.name: point.value for point in group}
-    target = name if ":" in name else points.get(name, builtin.get(name))
-    if target is None:
-        known = sorted({*builtin, *points})
-        wanted = f"module:attribute, or one of {', '.join(known)}{nearest_name(name, known)}, in {sys.executable}"
-        raise UnknownError("task", name, wanted)
-    if target == builtin.get(name) and not all(importlib.util.find_spec(package) for package in needed):
-        raise UnknownError("task", name, f"the whole package {needed[0]!r}, which {sys.executable} does not have")
-    module, _, attribute = target.partition(":")
-    added = [os.getcwd()] if ":" in name else []  # as in ``pql.contract.registry``
-    sys.path[:0] = added
+    """Return the factory ``name``, as ``pql.contract.registry.find_factory``; the error names this interpreter."""
     try:
-        factory: Any = importlib.import_module(module)
-        for part in attribute.split("."):
-            factory = getattr(factory, part)
-    except (ModuleNotFoundError, AttributeError) as error:
-        if isinstance(error, ModuleNotFoundError) and not module.startswith(error.name or " "):
-            raise UnknownError("task", name, f"packages that {sys.executable} has: {error}") from error
-        raise UnknownError("task", name, f"what {sys.executable} can import: {error}") from error
-    finally:
-        if added:
-            sys.path.remove(added[0])
-    return factory
+        return find_factory(name)
+    except ModuleNotFoundError as error:
+        raise ConfigError("task", name, f"packages that {sys.executable} has: {error}") from error
+    except ConfigError as error:
+        raise ConfigError(error.setting, name, f"{error.allowed}; looked for in {sys.executable}") from error
 
 
 def build_simulator(request: Mapping[str, Any]) -> Any:
@@ -86,13 +47,8 @@ def foresee(request: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def call(factory: Any, request: Mapping[str, Any]) -> Any:
-    kwargs = dict(request["kwargs"])
-    taken = inspect.signature(factory).parameters
-    if not any(p.kind is p.VAR_KEYWORD for p in taken.values()):
-        known = [k for k in taken if k not in ("num_envs", "device")]
-        for key, value in kwargs.items():
-            if key not in known:
-                raise UnknownError(key, value, f"one of the keywords {', '.join(known)}{nearest_name(key, known)}")
+    kwargs, taken = dict(request["kwargs"]), inspect.signature(factory).parameters
+    check_keywords(factory, kwargs)
     for key, value in request["offered"].items():
         if key in taken:
             kwargs.setdefault(key, value)
