@@ -173,7 +173,7 @@ def run_sweep(args: argparse.Namespace) -> int:
 
 def run_watch(args: argparse.Namespace) -> int:
     from pql.config.files import expanded
-    from pql.reports.watch.server import PORT, watch
+    from pql.reports.watch import PORT, watch
 
     asked = {"port": PORT, "open": False} | parse_pairs(args.overrides, args.own)
     obey_interrupts()
@@ -202,7 +202,7 @@ def run_play(args: argparse.Namespace) -> int:
     kinds = {key: kind for key, kind in args.own.items() if key in ("episodes", "seed", "device", *only)}
     asked: dict[str, Any] = parse_pairs(args.overrides, kinds)
     if args.browser:
-        from pql.reports.watch.stream import stream
+        from pql.reports.stream import stream
 
         if "port" in asked:
             check_port(asked["port"])

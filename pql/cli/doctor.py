@@ -20,7 +20,7 @@ EXTRAS: dict[str, tuple[str, tuple[str, ...]]] = {
     "atari": ("the Atari games", ("ale-py", "gymnasium")),
     "remote": ("task=remote and pql actor", ("grpcio",)),
     "cluster": ("pql fleet", ("ray", "grpcio")),
-    "tensorboard": ("logger=tensorboard", ("tensorboard",)),
+    "tensorboard": ("logger=tensorboard and pql watch", ("tensorboard",)),
     "wandb": ("logger=wandb", ("wandb",)),
     "trackio": ("logger=trackio", ("trackio",)),
     "swanlab": ("logger=swanlab", ("swanlab",)),

@@ -104,7 +104,7 @@ COMMANDS = {
         "a page about one run: pql report RUN out=DIR", (_runs("a run; x= out= thresholds=[...] at=[...]"),), PAGE
     ),
     "watch": Command(
-        "a live page about runs, on this machine: pql watch RUN|FOLDER port=8421",
+        "TensorBoard on runs while they train: pql watch RUN|FOLDER port=8421",
         (word("path", metavar="RUN|FOLDER"), overrides("port=8421 open=true (in a browser)")),
         {"port": int, "open": bool},
     ),

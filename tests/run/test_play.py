@@ -440,7 +440,7 @@ def test_wrong_numbers_for_a_live_page_are_named(run, word, capsys):
 
 
 def test_a_policy_in_a_browser_is_a_stream_of_images(run):
-    from pql.reports.watch import stream as streams
+    from pql.reports import stream as streams
 
     found = {}
 
@@ -473,7 +473,7 @@ def test_a_policy_in_a_browser_is_a_stream_of_images(run):
 
 def test_a_simulator_with_a_page_of_its_own_shows_its_states_there(monkeypatch, capsys):
     """mjviser's scene gets the states that a video would show, and its server is stopped at the end."""
-    from pql.reports.watch.stream import stream
+    from pql.reports.stream import stream
 
     mujoco = pytest.importorskip("mujoco")
     calls, heights = [], []
@@ -505,7 +505,7 @@ def test_a_simulator_with_a_page_of_its_own_shows_its_states_there(monkeypatch, 
         module = types.ModuleType(name)
         module.__dict__.update(members, __spec__=importlib.machinery.ModuleSpec(name, None))
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr("pql.reports.watch.stream.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("pql.reports.stream.time.sleep", lambda seconds: None)
     policy = Path(__file__).parents[2] / "docs" / "policies" / "walker2d"
     stream(str(policy), port=8000, episodes=1)
     assert calls == [("serve", "127.0.0.1", 8000), "controls", "stop"]

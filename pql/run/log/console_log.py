@@ -1,4 +1,4 @@
-"""A copy of a run's console lines in RUN/console.log, which ``pql watch`` shows.
+"""A copy of a run's console lines in RUN/console.log.
 
 It must never stop or slow a run: a separate thread writes, lines that it cannot write are lost, and the file's size is
 bounded.

@@ -1,26 +1,35 @@
-"""A policy in a browser, live: frames of an episode as JPEG images in one answer that does not end."""
+"""A policy in a browser, live: frames of an episode as JPEG images in one answer that does not end.
+
+Only requests that name the loopback address are answered, which pages of other sites cannot make.
+"""
 
 import io
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from html import escape
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from pql.contract.optional import WebViewable, supports
 from pql.engine import deadlines
-from pql.reports.watch.loopback import LoopbackHandler, LoopbackServer
+from pql.errors import ConfigError
 from pql.run.play import Stage, cadence, check_numbers, check_video_packages
 
 PORT = 8422
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title><link rel="icon" href="data:,"><link rel="stylesheet" href="/style.css"></head>
-<body><h1>{title}</h1><img src="/frames" alt="live frames of the policy"></body></html>
+<title>{title}</title><link rel="icon" href="data:,"></head>
+<body><h1>{title}</h1><img src="/frames" width="100%" alt="live frames of the policy"></body></html>
 """
-STYLE = b"body { margin: 16px; font-family: system-ui, sans-serif; } img { max-width: 100%; height: auto; }"
-FRAMES = "multipart/x-mixed-replace; boundary=frame"
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; img-src 'self' data:; base-uri 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
 QUALITY = 80  # of JPEG
 
 
@@ -43,24 +52,32 @@ class Frames:
             return self._number, self._data
 
 
-class Handler(LoopbackHandler):
-    """A page with one image, and the image."""
+class Handler(BaseHTTPRequestHandler):
+    """Answers GET: a page with one image, and the image."""
 
-    def reply(self, path: str, asked: dict[str, str]) -> None:
-        if path == "/":
-            self.send(200, PAGE.format(title=escape(self.server.title)).encode(), "text/html")
-        elif path == "/style.css":
-            self.send(200, STYLE, "text/css")
-        elif path != "/frames":
-            self.send(404, b"not found", "text/plain")
-        elif self.command == "HEAD":
-            self.head(200, FRAMES, 0)
+    server: "Server"
+    timeout = deadlines.BROWSER
+
+    def do_GET(self) -> None:
+        if self.headers.get("Host") not in self.server.hosts:
+            self.answer(403, "text/plain", b"unknown host")
+        elif self.path == "/":
+            self.answer(200, "text/html; charset=utf-8", PAGE.format(title=escape(self.server.title)).encode())
+        elif self.path == "/frames":
+            self.answer(200, "multipart/x-mixed-replace; boundary=frame")
+            self.send_frames()
         else:
-            self.frames()
+            self.answer(404, "text/plain", b"not found")
 
-    def frames(self) -> None:
-        self.close_connection = True
-        self.head(200, FRAMES)
+    def answer(self, status: int, kind: str, body: bytes = b"") -> None:
+        """Send status, headers and a body, at whose end the connection is closed."""
+        self.send_response(status)
+        for name, value in {**HEADERS, "Content-Type": kind}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def send_frames(self) -> None:
         number, data = self.server.frames.after(0)
         while data:
             try:
@@ -70,13 +87,39 @@ class Handler(LoopbackHandler):
                 return
             number, data = self.server.frames.after(number)
 
+    def log_message(self, format: str, *args: Any) -> None:
+        """Print nothing."""
 
-class Server(LoopbackServer):
-    """Serves the newest frame of a policy."""
+
+class Server(ThreadingHTTPServer):
+    """Serves the newest frame of a policy. ``port``: of 127.0.0.1; 0 takes any free one. Raises ``ConfigError``: the
+    port is taken."""
+
+    daemon_threads = True
 
     def __init__(self, title: str, port: int):
         self.title, self.frames = title, Frames()
-        super().__init__(Handler, port)
+        try:
+            super().__init__(("127.0.0.1", port), Handler)
+        except OSError as error:
+            raise ConfigError("port", port, f"a free port, or 0 for any ({error.strerror})") from error
+        self.hosts = {f"{name}:{self.server_port}" for name in ("127.0.0.1", "localhost")}
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing about browsers that leave in the middle of an answer."""
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
+
+    @contextmanager
+    def running(self) -> Iterator[str]:
+        """Answer requests in a thread; yield the address."""
+        thread = threading.Thread(target=self.serve_forever, args=(0.1,), name="pql-http", daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{self.server_port}/"
+        finally:
+            self.shutdown()
+            thread.join(timeout=deadlines.WORKER)
 
 
 def stream(
@@ -113,8 +156,8 @@ def page(stage: Stage, port: int) -> Iterator[tuple[str, Callable[[], None]]]:
             yield viewer.address, viewer.show
         return
     encode = encoder()
-    with Server(f"pql: {stage.env.spec.name}", port) as server, server.running():
-        yield server.address, lambda: server.frames.put(encode(stage.picture(None, None)))
+    with Server(f"pql: {stage.env.spec.name}", port) as server, server.running() as address:
+        yield address, lambda: server.frames.put(encode(stage.picture(None, None)))
 
 
 def encoder() -> Any:
