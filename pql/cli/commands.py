@@ -233,17 +233,6 @@ def run_export(args: argparse.Namespace) -> int:
     return 0
 
 
-def run_bench(args: argparse.Namespace) -> int:
-    from pql.cli import bench_placement as placement
-    from pql.config.fields import Range
-
-    own = [w for w in args.overrides if w.partition("=")[0] in args.own]
-    asked = {"seconds": 2, "rounds": 3} | parse_pairs(own, args.own)
-    for key, allowed in (("seconds", Range(1, 3600)), ("rounds", Range(1, 1000))):
-        allowed.check(key, asked[key])
-    return placement.measure_placements([w for w in args.overrides if w not in own], **asked)
-
-
 def run_warm_up(args: argparse.Namespace) -> int:
     from pql.cli.warm_up import warm_up
 

@@ -44,7 +44,6 @@ COVERED = {
     r"torchrun --nnodes": "two machines: tests/engine/test_parallel.py has two processes on one",
     r"pql play .*--live": "needs a screen: tests/run/test_play.py has a stand-in",
     r"pql (push|pull|eval walker )": "needs a hub: tests/hub/test_hub.py has a stand-in",
-    r"pql sweep .*--backend wandb": "needs an account: tests/cli/test_sweep.py",
     r"pql (fleet|actor .*learner\.lan)": "needs a cluster: tests/remote/test_fleet.py",
     r"pql train task=remote .*0\.0\.0\.0": "TLS and tokens: tests/remote/test_remote.py",
 }
