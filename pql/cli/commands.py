@@ -195,15 +195,13 @@ def check_port(port: int) -> None:
 
 
 def run_play(args: argparse.Namespace) -> int:
-    from pql.run.play import record_video, watch_live
+    from pql.run.play import record_video, stream, watch_live
 
     # a file has a size, a window ends after some steps, a page has a port
     only = ("port",) if args.browser else ("steps",) if args.live else ("out", "steps", "width", "height")
     kinds = {key: kind for key, kind in args.own.items() if key in ("episodes", "seed", "device", *only)}
     asked: dict[str, Any] = parse_pairs(args.overrides, kinds)
     if args.browser:
-        from pql.reports.stream import stream
-
         if "port" in asked:
             check_port(asked["port"])
         obey_interrupts()

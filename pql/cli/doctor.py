@@ -29,7 +29,7 @@ EXTRAS: dict[str, tuple[str, tuple[str, ...]]] = {
     "export": ("pql export", ("onnx", "onnxscript", "onnxruntime")),
     "hub": ("pql pull and push", ("huggingface-hub",)),
     "video": ("pql play", ("imageio", "imageio-ffmpeg", "pillow")),
-    "viser": ("a free camera in pql play --browser", ("mjviser",)),
+    "viser": ("pql play --browser", ("mjviser",)),
     "peers": ("pql.wrap for rsl_rl and Stable-Baselines3", ("rsl-rl-lib", "stable-baselines3", "gymnasium")),
     "bench": ("comparisons with other simulators", ("envpool",)),
     "docs": ("the documentation site", ("mkdocs-material", "mkdocstrings")),
