@@ -36,13 +36,13 @@ def run_train(args: argparse.Namespace) -> int:
     if args.help and not args.overrides:
         args.parser.print_help()
         return 0
-    if args.help or args.cfg or args.cfg_diff or args.dry_run:
+    if args.help or args.cfg or args.dry_run:
         from pql.cli import explain
 
         if args.help:
             return explain.print_settings(args.overrides)
-        if args.cfg or args.cfg_diff:
-            return (explain.print_config if args.cfg else explain.print_difference)(args.overrides)
+        if args.cfg:
+            return explain.print_config(args.overrides)
         return explain.dry_run(args.overrides)
     if args.multirun:
         from pql.cli import multirun

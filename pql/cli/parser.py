@@ -65,7 +65,6 @@ COMMANDS = {
             overrides("key=value settings; presets: algo= task= atari= placement= logger= scale="),
             flag("-m", "--multirun", about="a run for every combination: pql train -m algo=pql,sac seed=1,2,3"),
             flag("--cfg", about="print every setting and where its value comes from; also: --cfg job"),
-            flag("--cfg-diff", about="print the settings that the command line changes, and their presets' values"),
             flag("--dry-run", about="build, do two ticks, print memory and the time it takes"),
             word("--presets", metavar="DIR", help="a folder of your own presets: algo/NAME.yaml, ..."),
             flag("-h", "--help", about="with algo=NAME: the settings that NAME reads"),
