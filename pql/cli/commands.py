@@ -36,13 +36,13 @@ def run_train(args: argparse.Namespace) -> int:
     if args.help and not args.overrides:
         args.parser.print_help()
         return 0
-    if args.help or args.cfg or args.cfg_diff or args.dry_run:
+    if args.help or args.cfg or args.dry_run:
         from pql.cli import explain
 
         if args.help:
             return explain.print_settings(args.overrides)
-        if args.cfg or args.cfg_diff:
-            return (explain.print_config if args.cfg else explain.print_difference)(args.overrides)
+        if args.cfg:
+            return explain.print_config(args.overrides)
         return explain.dry_run(args.overrides)
     if args.multirun:
         from pql.cli import multirun
@@ -173,7 +173,7 @@ def run_sweep(args: argparse.Namespace) -> int:
 
 def run_watch(args: argparse.Namespace) -> int:
     from pql.config.files import expanded
-    from pql.reports.watch.server import PORT, watch
+    from pql.reports.watch import PORT, watch
 
     asked = {"port": PORT, "open": False} | parse_pairs(args.overrides, args.own)
     obey_interrupts()
@@ -195,15 +195,13 @@ def check_port(port: int) -> None:
 
 
 def run_play(args: argparse.Namespace) -> int:
-    from pql.run.play import record_video, watch_live
+    from pql.run.play import record_video, stream, watch_live
 
     # a file has a size, a window ends after some steps, a page has a port
     only = ("port",) if args.browser else ("steps",) if args.live else ("out", "steps", "width", "height")
     kinds = {key: kind for key, kind in args.own.items() if key in ("episodes", "seed", "device", *only)}
     asked: dict[str, Any] = parse_pairs(args.overrides, kinds)
     if args.browser:
-        from pql.reports.watch.stream import stream
-
         if "port" in asked:
             check_port(asked["port"])
         obey_interrupts()
@@ -231,17 +229,6 @@ def run_export(args: argparse.Namespace) -> int:
     found = ", ".join(f"{k} {v:.3g}" for k, v in export.parity.items())
     print(f"parity on {PARITY_ROWS:,} random observations, largest difference: {found} (at most {TOLERANCE:g})")
     return 0
-
-
-def run_bench(args: argparse.Namespace) -> int:
-    from pql.cli import bench_placement as placement
-    from pql.config.fields import Range
-
-    own = [w for w in args.overrides if w.partition("=")[0] in args.own]
-    asked = {"seconds": 2, "rounds": 3} | parse_pairs(own, args.own)
-    for key, allowed in (("seconds", Range(1, 3600)), ("rounds", Range(1, 1000))):
-        allowed.check(key, asked[key])
-    return placement.measure_placements([w for w in args.overrides if w not in own], **asked)
 
 
 def run_warm_up(args: argparse.Namespace) -> int:

@@ -79,8 +79,6 @@ def candidates(line: str, commands: "Mapping[str, Command]") -> list[str]:
         from pql.envs import BUILTIN
 
         found = sorted(BUILTIN) if before[-1] == "--env" else ONLY[command]
-    elif command == "bench" and len(before) == 2:
-        found = ("placement",)
     elif word.startswith("-"):
         found = commands[command].options if command in commands else ()
     elif command in RUN_FIRST and len(before) == 2:
@@ -103,7 +101,7 @@ def setting_names(command: str, algo: str | None = None) -> list[str]:
     known = [*known_settings()] if algo is None else [name for name in known_settings() if is_of(name, algo)]
     if command == "train":
         return [*GROUPS, *known, "multirun_dir"]
-    if command in ("bench", "warm-up"):
+    if command == "warm-up":
         return [*GROUPS, *known]
     if command == "sweep":
         return [*GROUPS, *known, *(f.name for f in fields(Settings))]
@@ -133,7 +131,7 @@ def setting_values(command: str, word: str) -> list[str]:
     key, _, text = word.partition("=")
     head = f"{key}={text[: text.rfind(',') + 1]}"
     allowed: Sequence[str] = ()
-    if key in GROUPS and command in ("train", "sweep", "bench", "warm-up", "resume"):
+    if key in GROUPS and command in ("train", "sweep", "warm-up", "resume"):
         allowed = Presets().names(key)
     elif key in OWN:
         allowed = OWN[key]

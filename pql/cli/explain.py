@@ -1,4 +1,4 @@
-"""``pql train --cfg``, ``--cfg-diff``, ``--help algo=NAME``, ``--dry-run``: what a run would be, without running it."""
+"""``pql train --cfg``, ``--help algo=NAME``, ``--dry-run``: what a run would be, without running it."""
 
 import itertools
 import os
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pql.cli.tables import table
 from pql.config import BudgetConfig, Config, leaves
-from pql.config.compose import COMMAND_LINE, preset_settings, trace
+from pql.config.compose import trace
 from pql.config.fields import Setting, condition_text, is_read, settings
 from pql.config.layers import Layer
 from pql.config.validate import likely_device
@@ -28,24 +28,6 @@ def print_config(overrides: Sequence[str]) -> int:
     sources = sources_of(config, layers)
     notes = (f"# {sources[one.name]}{unread(config, one)}" for one in settings(config))
     emit(table([[f"{one.name}={shown(one.value)}", note] for one, note in zip(settings(config), notes, strict=True)]))
-    return 0
-
-
-def print_difference(overrides: Sequence[str]) -> int:
-    """Print the presets of the run, and each setting that the command line changes with its preset's value; return 0.
-    Raises ``ConfigError``: a wrong setting."""
-    config, layers = trace(overrides, likely_device)
-    sources, before = sources_of(config, layers), dict(leaves(preset_settings(layers)))
-    rows = [
-        [
-            f"{name}={shown(value)}",
-            "# in no preset" if before.get(name, "") == "" else f"# preset: {shown(before[name])}",
-        ]
-        for name, value in leaves(config)
-        if sources[name] == COMMAND_LINE and (name not in before or value != before[name])
-    ]
-    emit(f"# presets: {', '.join(layer.source for layer in layers[:-1])}")
-    emit(table(rows) if rows else "# no setting differs from them")
     return 0
 
 

@@ -65,7 +65,6 @@ COMMANDS = {
             overrides("key=value settings; presets: algo= task= atari= placement= logger= scale="),
             flag("-m", "--multirun", about="a run for every combination: pql train -m algo=pql,sac seed=1,2,3"),
             flag("--cfg", about="print every setting and where its value comes from; also: --cfg job"),
-            flag("--cfg-diff", about="print the settings that the command line changes, and their presets' values"),
             flag("--dry-run", about="build, do two ticks, print memory and the time it takes"),
             word("--presets", metavar="DIR", help="a folder of your own presets: algo/NAME.yaml, ..."),
             flag("-h", "--help", about="with algo=NAME: the settings that NAME reads"),
@@ -104,7 +103,7 @@ COMMANDS = {
         "a page about one run: pql report RUN out=DIR", (_runs("a run; x= out= thresholds=[...] at=[...]"),), PAGE
     ),
     "watch": Command(
-        "a live page about runs, on this machine: pql watch RUN|FOLDER port=8421",
+        "TensorBoard on runs while they train: pql watch RUN|FOLDER port=8421",
         (word("path", metavar="RUN|FOLDER"), overrides("port=8421 open=true (in a browser)")),
         {"port": int, "open": bool},
     ),
@@ -120,12 +119,7 @@ COMMANDS = {
     ),
     "sweep": Command(
         "search settings: pql sweep 'algo.critic.lr=interval(1e-4,1e-2)' trials=20",
-        (overrides("as for train; trials= seeds= sampler= objective= prune= sweep_dir= backend="),),
-    ),
-    "bench": Command(
-        "what makes a run's ticks fastest here: pql bench placement task=ant algo=sac",
-        (word("what", choices=("placement",)), overrides("as for train; seconds=2 rounds=3")),
-        {"seconds": int, "rounds": int},
+        (overrides("as for train; trials= seeds= sampler= objective= prune= sweep_dir="),),
     ),
     "warm-up": Command(
         "compile ahead what a run needs: pql warm-up task=ant num_envs=4096", (overrides("as for train"),)
@@ -188,18 +182,15 @@ def parser() -> Parser:
 def presets_as_setting(words: Sequence[str]) -> list[str]:
     """Rewrite ``--presets DIR``, which may be anywhere among the settings, as ``presets=DIR``.
 
-    Likewise, of ``pql sweep``, ``--backend NAME`` as ``backend=NAME`` and ``--start`` as ``start=true``. Hydra's
-    ``--cfg job`` is ``--cfg``.
+    Hydra's ``--cfg job`` is ``--cfg``.
     """
-    names = ("--presets", "--backend") if words[0] == "sweep" else ("--presets",)
+    name = "--presets"
     out: list[str] = []
     for word in words:
-        if out and out[-1] in names:
-            out[-1] = f"{out[-1].removeprefix('--')}={word}"
+        if out and out[-1] == name:
+            out[-1] = f"presets={word}"
         elif word == "job" and out[-1:] == ["--cfg"]:
             pass
-        elif word == "--start" and "--backend" in names:
-            out.append("start=true")
         else:
-            out.append(word.removeprefix("--") if word.partition("=")[0] in names and "=" in word else word)
+            out.append(word.removeprefix("--") if word.startswith(f"{name}=") else word)
     return out

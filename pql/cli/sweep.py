@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from pql.cli.jobs import INTERRUPTED, PROGRAM, Runner, how_ended, next_command
-from pql.cli.sweep_plan import OBJECTIVES, Plan, chosen_values, end_of_name, make_plan, show_param, wandb_sweep
+from pql.cli.sweep_plan import OBJECTIVES, Plan, chosen_values, make_plan, show_param
 from pql.cli.sweep_values import Space
 from pql.config import Config
 from pql.config.compose import compose
-from pql.errors import ConfigError, first_line
+from pql.errors import ConfigError
 from pql.run.store import run_dir as rundir
 
 BUCKETS = 20  # parts of the budget; evaluations of two trials are compared within the same bucket
@@ -29,8 +29,6 @@ PATIENCE = 5  # no trial is ended before this bucket, nor before this many trial
 def sweep_command(words: Sequence[str], program: Sequence[str] = PROGRAM) -> int:
     """Run trials until there are enough. Returns the exit status: 0, 1 if none finished, 130 after Ctrl-C. Raises
     ``ConfigError``: before the first trial: a wrong setting, or an existing sweep with other settings."""
-    if any(word.strip() == "backend=wandb" for word in words):
-        return sweep_with_wandb(make_plan(words), program)
     try:
         import optuna
     except ModuleNotFoundError as error:
@@ -48,34 +46,6 @@ def sweep_command(words: Sequence[str], program: Sequence[str] = PROGRAM) -> int
                 return INTERRUPTED
             print(describe_trial(study), flush=True)
         return conclude(plan, study)
-
-
-def sweep_with_wandb(plan: Plan, program: Sequence[str]) -> int:
-    """Write the definition of a wandb sweep; print the commands that use it or, with ``start=true``, run an agent here.
-    Raises ``ConfigError``: wandb is not installed, or refuses the sweep."""
-    import yaml
-
-    definition, file = wandb_sweep(plan, program), plan.folder / "wandb-sweep.yaml"
-    config = compose(chosen_values(plan.words, {k: end_of_name(s, 0) for k, s in plan.spaces.items()}))
-    project = config.logger.project
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(yaml.safe_dump(definition, sort_keys=False))
-    if not plan.settings.start:
-        print(f"written: {file}")
-        print(f"next: wandb sweep --project {shlex.quote(project)} {shlex.quote(str(file))}")
-        print("      wandb agent SWEEP_ID     # as printed by wandb; on as many machines as you like")
-        return 0
-    try:
-        import wandb
-
-        sweep_id = wandb.sweep(definition, project=project)
-        wandb.agent(sweep_id, project=project, count=plan.settings.trials)
-    except ModuleNotFoundError as error:
-        what = "wandb, a package that is not installed: pip install 'pql-rl[wandb]'"
-        raise ConfigError("backend", "wandb", what) from error
-    except Exception as error:
-        raise ConfigError("backend", "wandb", f"a server that accepts the sweep ({first_line(error)})") from error
-    return 0
 
 
 # -- Optuna ---------------------------------------------------------------------------------------------------------

@@ -16,8 +16,7 @@ from pql.errors import ConfigError, nearest
 SAMPLERS = ("tpe", "random")
 OBJECTIVES = ("return_mean", "return_iqm")
 AXES = ("seconds", "env_steps", "none")
-BACKENDS = ("optuna", "wandb")
-UNASKED = ("trials", "sweep_dir", "backend", "start")  # may change when a sweep continues
+UNASKED = ("trials", "sweep_dir")  # may change when a sweep continues
 INSTEAD = {"seed": "seeds=1,2", "run_dir": "sweep_dir=FOLDER: each run gets a subfolder"}
 
 
@@ -32,8 +31,6 @@ class Settings:
     prune: str = ""  # seconds | env_steps | none: axis for comparing intermediate evaluations; empty: the budget's
     sweep_seed: int = 0  # of the sampler
     sweep_dir: str = ""  # empty: runs/sweep-<task>-<algo>
-    backend: str = "optuna"  # optuna | wandb
-    start: bool = False  # with wandb: create the sweep and start an agent, instead of printing the commands
 
 
 NAMES = tuple(f.name for f in dataclasses.fields(Settings))
@@ -114,11 +111,7 @@ def own_setting(key: str, value: str | Space) -> Any:
         if not value.isdecimal() or int(value) < least:
             raise ConfigError(key, value, f"a whole number, at least {least}")
         return int(value)
-    if key == "start":
-        if value not in ("true", "false"):
-            raise ConfigError(key, value, "true or false")
-        return value == "true"
-    allowed = {"sampler": SAMPLERS, "objective": OBJECTIVES, "prune": AXES, "backend": BACKENDS}.get(key)
+    allowed = {"sampler": SAMPLERS, "objective": OBJECTIVES, "prune": AXES}.get(key)
     if allowed and value not in allowed:
         raise ConfigError(key, value, f"one of {', '.join(allowed)}{nearest(value, allowed)}")
     return value
@@ -155,31 +148,3 @@ def axis(settings: Settings, config: Config) -> str:
 
 def show_param(value: Any) -> str:
     return repr(value) if isinstance(value, float) else str(value)
-
-
-def wandb_sweep(plan: Plan, program: Sequence[str]) -> dict[str, Any]:
-    """Return the definition of a wandb sweep, whose agent runs ``pql train`` with the values that wandb draws. Raises
-    ``ConfigError``: several seeds, over which wandb has no mean."""
-    if len(plan.settings.seeds) > 1:
-        text = ",".join(map(str, plan.settings.seeds))
-        raise ConfigError("seeds", text, "one seed with backend=wandb: a trial is one run")
-    fixed = {k: v for k, v in plan.words.items() if not isinstance(v, Space)}
-    ours = {"seed": str(plan.settings.seeds[0]), "logger": "wandb", "logger.mode": "online"}
-    words = [f"{k}={v}" for k, v in {**fixed, **ours}.items()]
-    return {
-        "name": plan.folder.name,
-        "method": {"tpe": "bayes", "random": "random"}[plan.settings.sampler],
-        "metric": {"name": f"eval/{plan.settings.objective}", "goal": "maximize"},
-        "run_cap": plan.settings.trials,
-        "command": [*program, "train", *words, "${args_no_hyphens}"],
-        "parameters": {k: wandb_parameter(space) for k, space in plan.spaces.items()},
-    }
-
-
-def wandb_parameter(space: Space) -> dict[str, Any]:
-    """Return a searched setting in wandb's form."""
-    if space.values:
-        return {"values": list(space.values)}
-    kinds = {(False, False): "uniform", (True, False): "log_uniform_values"}
-    whole = {(False, True): "int_uniform", (True, True): "q_log_uniform_values"}
-    return {"distribution": (kinds | whole)[space.log, space.integer], "min": space.low, "max": space.high}

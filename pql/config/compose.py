@@ -219,13 +219,6 @@ def trace(overrides: Sequence[str], resolve: Callable[[str], str] | None = None)
     return config, layers
 
 
-def preset_settings(layers: Sequence[Layer]) -> Config:
-    """Return the settings of the layers of :func:`trace` without those of the command line; not checked. ``task.name``
-    is "" where only the command line names the simulator."""
-    data = resolved(stacked(layers[:-1]), {})
-    return from_dict(overlaid(data, {} if data["task"]["name"] else {"task": {"name": ""}}))
-
-
 OF_A_REPLAY = ("replay.capacity", "replay.dtype")  # prefill and save are always refused
 
 

@@ -95,7 +95,7 @@ class ReplayConfig:
 
 @dataclass(frozen=True)
 class ThreadsConfig:
-    """Intra-op threads. ``pql bench placement`` finds the fastest split. Another split gives other bits."""
+    """Intra-op threads. Another split gives other bits."""
 
     collector: int | None = setting(
         None, "Threads of the collector; null: chosen from the core count.", low=1, high=1024

@@ -149,14 +149,6 @@ WANDB_PROBE, WANDB_INIT, WANDB_FINISH = 2.0, 5.0, 4.0
 GIF = 30.0
 
 
-# -- browsers ---------------------------------------------------------------------------------------------------------
-
-# A browser for the next frame of ``pql play --browser``; its answer then ends.
-FRAME = 5.0
-# A connection that is silent; it is then closed.
-BROWSER = 30.0
-
-
 # -- waits between threads --------------------------------------------------------------------------------------------
 
 

@@ -92,10 +92,9 @@ def _draw(folder: Path, found: "Sequence[Run]", analysis: dict[str, Any], only: 
     """Write the files of a page about the runs ``found``; ``only``: the directory of its one run."""
     from pql.reports import numbers, page
     from pql.reports.symptoms import symptoms
-    from pql.reports.watch.feed import newest
 
     run, more = found[0], dict[str, Any]()
-    film = newest(only / "videos", ".mp4") if only else None
+    film = _newest_video(only) if only else None
     shown = symptoms(run.rows, run.settings) if only else []
     if only:
         more = {"series": numbers.clean(numbers.series(run)), "symptoms": [symptom._asdict() for symptom in shown]}
@@ -118,6 +117,12 @@ def _numbers(key: str, values: Any) -> list[float]:
         if all(map(is_number, values)):
             return [float(v) for v in values]
     raise ConfigError(key, values, "a list of numbers such as [100,200]")
+
+
+def _newest_video(run: Path) -> Path | None:
+    """Return the newest ordinary, complete video of a run; None if there is none."""
+    found = [p for p in (run / "videos").glob("[!.]*.mp4") if p.is_file() and not p.is_symlink()]
+    return max(found, key=lambda p: p.stat().st_mtime_ns, default=None)
 
 
 def _figures(folder: Path) -> list[str]:

@@ -1,12 +1,10 @@
-"""Figures of a page as matplotlib figures, and as SVG with the colours of the page.
+"""Figures of a page with matplotlib.
 
 Colours are from the palette of Okabe and Ito, which colour-blind readers can distinguish; markers and dashes repeat the
-distinction. Lines are labelled at their ends. In SVG every colour becomes a CSS variable of the page, so that figures
-follow its dark theme, and text is kept as text.
+distinction.
 """
 
 import io
-import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -26,7 +24,6 @@ COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#6f
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES = ("-", "--", ":", "-.")
 INK, MUTED, GRID = "#1b1f27", "#5b6472", "#e3e6eb"
-VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--rule", **{c: f"--c{i}" for i, c in enumerate(COLORS)}}
 RATES = {"env_steps_per_s": "environment steps per second", "updates_per_s": "updates per second"}
 SIZE = (4.0, 2.7)  # inches
 
@@ -56,8 +53,6 @@ def look() -> AbstractContextManager[None]:
             "axes.titlelocation": "left",
             "axes.titlepad": 9,
             "axes.axisbelow": True,
-            "svg.fonttype": "none",
-            "svg.hashsalt": "pql",
             "savefig.dpi": 200,
             "text.parse_math": False,
             "axes.unicode_minus": True,
@@ -66,9 +61,10 @@ def look() -> AbstractContextManager[None]:
 
 
 def style(index: int) -> dict[str, Any]:
-    """Return colour, marker and dashes of the group at ``index`` in the page's order."""
+    """Return the look of the line of the group at ``index`` in the page's order, with a marker at its end."""
     turn, place = divmod(index, len(COLORS))
-    return {"color": COLORS[place], "marker": MARKERS[place], "linestyle": DASHES[turn % len(DASHES)]}
+    look_of = {"color": COLORS[place], "linestyle": DASHES[turn % len(DASHES)], "marker": MARKERS[place]}
+    return {**look_of, "markevery": [-1], "ms": 4.5, "lw": 1.7}
 
 
 class Ticks(FuncFormatter):
@@ -100,7 +96,6 @@ def learning_curves(
     drawn = [g for g in task["groups"] if g["curves"].get(axis, {}).get("x")]
     unit = axis.replace("_", " ") + shown({len(g["scores"]) for g in drawn})
     fig, ax = panel(f"{task['task']}: return over {AXIS_WORDS[axis]}", unit, "return")
-    ends: list[tuple[float, str, int]] = []
     for group in drawn:
         curve, look_of = group["curves"][axis], style(labels.index(group["label"]))
         mine = [
@@ -111,12 +106,10 @@ def learning_curves(
             x, y = run["evals"][axis], run["evals"]["return_mean"]
             ax.plot(x, y, color=look_of["color"], lw=0.6, alpha=0.4, marker="." if alone else None, ms=3)
         band(ax, curve["x"], curve["low"], curve["high"], look_of["color"])
-        ax.plot(curve["x"], curve["iqm"], color=look_of["color"], ls=look_of["linestyle"], lw=1.7)
-        ax.plot(curve["x"][-1:], curve["iqm"][-1:], color=look_of["color"], marker=look_of["marker"], ms=4.5)
-        ends.append((curve["iqm"][-1], group["label"], labels.index(group["label"])))
-    if ends:  # a much longer run must not determine the range of the axis
+        ax.plot(curve["x"], curve["iqm"], label=clip(group["label"]), **look_of)
+    if drawn:  # a much longer run must not determine the range of the axis
         ax.set_xlim(right=min(ax.get_xlim()[1], 1.25 * max(g["curves"][axis]["x"][-1] for g in drawn)))
-    name_ends(ax, ends)
+    name_lines(ax)
     return fig
 
 
@@ -146,22 +139,19 @@ def overall_intervals(overall: Mapping[str, Any], labels: Sequence[str]) -> Figu
 def overall_curves(overall: Mapping[str, Any], labels: Sequence[str], axis: str) -> Figure:
     """Draw the IQM of the normalised scores over all tasks, with its band."""
     fig, ax = panel(f"all tasks: score over {AXIS_WORDS[axis]}", axis.replace("_", " "), "normalised score")
-    x, ends = overall["x"][axis], []
+    x = overall["x"][axis]
     for group in overall["groups"]:
-        index, curve = labels.index(group["label"]), group["curves"][axis]
-        of = style(index)
+        of, curve = style(labels.index(group["label"])), group["curves"][axis]
         band(ax, x, curve["low"], curve["high"], of["color"])
-        ax.plot(x, curve["iqm"], color=of["color"], ls=of["linestyle"], lw=1.7)
-        ax.plot(x[-1:], curve["iqm"][-1:], color=of["color"], marker=of["marker"], ms=4.5)
-        ends.append((curve["iqm"][-1], group["label"], index))
-    name_ends(ax, ends)
+        ax.plot(x, curve["iqm"], label=clip(group["label"]), **of)
+    name_lines(ax)
     return fig
 
 
 def profiles(overall: Mapping[str, Any], task: Mapping[str, Any] | None, labels: Sequence[str]) -> Figure:
     """Draw performance profiles. With a single ``task``, the axis shows returns instead of normalised scores."""
     fig, ax = panel("share of runs above a score", "return" if task else "normalised score", "share of runs")
-    tau, ends = np.array(overall["tau"]), []
+    tau = np.array(overall["tau"])
     zero, one = (0.0, 1.0) if task is None else (task["scale"]["zero"], task["scale"]["one"])
     x = zero + tau * (one - zero)
     for group in overall["groups"]:
@@ -169,12 +159,10 @@ def profiles(overall: Mapping[str, Any], task: Mapping[str, Any] | None, labels:
         line = group["profile"]
         band(ax, x, line["low"], line["high"], of["color"])
         half = int(np.argmax(np.array(line["value"]) <= 0.5))
-        ax.step(x, line["value"], where="post", color=of["color"], ls=of["linestyle"], lw=1.7)
-        ax.plot(x[half], line["value"][half], color=of["color"], marker=of["marker"], ms=4.5)
-        ends.append((0.0, group["label"], labels.index(group["label"])))
+        ax.step(x, line["value"], where="post", label=clip(group["label"]), **{**of, "markevery": [half]})
     ax.set_ylim(-0.02, 1.02)
     ax.yaxis.set_major_formatter(PercentFormatter(1))
-    name_ends(ax, [(1 - 0.1 * i, label, index) for i, (_, label, index) in enumerate(ends)])
+    name_lines(ax)
     return fig
 
 
@@ -200,7 +188,7 @@ def lines(
     zero: bool = False,
     unit: str | None = None,
 ) -> Figure:
-    """Draw metrics of one run over its seconds, each labelled at its end.
+    """Draw metrics of one run over its seconds.
 
     Args:
         share: from 0 to 100 %.
@@ -208,18 +196,15 @@ def lines(
         unit: of the vertical axis; default: ``title``.
     """
     fig, ax = panel(title, "seconds", clip(title if unit is None else unit, 40))
-    ends = []
     for i, (name, part) in enumerate(parts.items()):
-        of = style(i)
-        marker = "." if len(part["x"]) < 3 else ""
-        ax.plot(part["x"], part["y"], color=of["color"], ls=of["linestyle"], lw=1.3, marker=marker)
-        ends.append((part["y"][-1], name, i))
+        ax.plot(part["x"], part["y"], label=clip(name), **style(i))
     if zero:
         ax.set_ylim(0, 1.1 * max(max(part["y"]) for part in parts.values()) or 1)
     if share:
         ax.set_ylim(0, 1.02)
         ax.yaxis.set_major_formatter(PercentFormatter(1))
-    name_ends(ax, ends if len(parts) > 1 else ())
+    if len(parts) > 1:
+        name_lines(ax)
     return fig
 
 
@@ -230,7 +215,7 @@ def panel(title: str, unit: str, vertical: str = "") -> tuple[Figure, Axes]:
     """Empty axes: horizontal rules, few ticks; ``unit`` and ``vertical`` label the two axes."""
     fig = Figure(figsize=SIZE, layout="constrained")
     ax = fig.add_subplot()
-    ax.set_title("\n".join(textwrap.wrap(title, 46)))  # leaves room for the names at the curves' ends
+    ax.set_title("\n".join(textwrap.wrap(title, 46)))  # leaves room for the names beside the axes
     ax.set_xlabel(unit)
     ax.set_ylabel(vertical)
     ax.grid(axis="y")
@@ -268,30 +253,9 @@ def interval_rows(
     ax.xaxis.set_major_locator(MaxNLocator(4))
 
 
-def name_ends(ax: Axes, ends: Sequence[tuple[float, str, int]]) -> None:
-    """Draw labels to the right of the axes at the given heights, moved apart if they would overlap."""
-    if not ends:
-        return
-    low, high = ax.get_ylim()
-    ax.set_ylim(low, high)
-    order = sorted(ends)
-    heights = spread([(y - low) / (high - low) for y, _, _ in order], gap=0.085)
-    for height, (_, label, index) in zip(heights, order, strict=True):
-        of = style(index)
-        shape = {"color": of["color"], "marker": of["marker"], "ms": 4.5, "ls": ""}
-        ax.plot([1.03], [height], transform=ax.transAxes, clip_on=False, **shape)
-        ax.text(1.06, height, clip(label), transform=ax.transAxes, va="center", color=INK)
-
-
-def spread(places: Sequence[float], gap: float) -> list[float]:
-    """Return ``places`` (ascending), moved as little as needed to be ``gap`` apart; overlapping ones move together."""
-    blocks: list[tuple[float, int]] = []  # (centre, size)
-    for place in places:
-        blocks.append((place, 1))
-        while len(blocks) > 1 and blocks[-1][0] - blocks[-2][0] < gap * (blocks[-1][1] + blocks[-2][1]) / 2:
-            (b, m), (a, n) = blocks.pop(), blocks.pop()
-            blocks.append(((a * n + b * m) / (n + m), n + m))
-    return [centre + gap * (i - (size - 1) / 2) for centre, size in blocks for i in range(size)]
+def name_lines(ax: Axes) -> None:
+    """Add a legend to the right of the axes."""
+    ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, handlelength=1.5)
 
 
 def clip(text: str, most: int = 20) -> str:
@@ -308,20 +272,3 @@ def png(fig: Figure) -> bytes:
     out = io.BytesIO()
     fig.savefig(out, format="png", facecolor="white")
     return out.getvalue()
-
-
-def svg(fig: Figure, name: str, alt: str) -> str:
-    """Render as inline SVG, which scales with its container and uses the page's colours and font; ids start with
-    ``name``."""
-    out = io.StringIO()
-    fig.savefig(out, format="svg", transparent=True, metadata={"Date": None})
-    text = out.getvalue()
-    text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", text[text.index("<svg") :], flags=re.S)
-    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
-    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
-    text = re.sub(r'\bid="([^"]*)"', rf'id="{name}-\1"', text)
-    text = re.sub(r'((?:xlink:)?href=")#|(url\()#', lambda m: f"{m[1] or m[2]}#{name}-", text)
-    for color, variable in VARIABLES.items():
-        text = text.replace(color, f"var({variable})")
-    safe = alt.replace("&", "&amp;").replace("<", "&lt;").replace('"', "&quot;")
-    return text.replace("<svg", f'<svg role="img" aria-label="{safe}"', 1)

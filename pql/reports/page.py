@@ -1,5 +1,6 @@
 """Layout of the page: text, tables, figures and HTML (``page.html``, ``page.css``)."""
 
+import base64
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,11 +34,16 @@ Numbers = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure: the name of its PNG, and its SVG."""
+    """A figure: the name of its file, its content in words, and the file."""
 
     name: str
-    svg: str
+    alt: str
     png: bytes
+
+    @property
+    def source(self) -> str:
+        """The figure as a URL, which makes the page one file."""
+        return f"data:image/png;base64,{base64.b64encode(self.png).decode()}"
 
 
 @dataclass
@@ -76,11 +82,9 @@ def sections(numbers: Numbers, series: Mapping[str, Any] | None = None, runs: Se
 
 
 def picture(name: str, figure: Figure, alt: str) -> Picture:
-    with warnings.catch_warnings():  # a letter that the font lacks is a box in the PNG only
+    with warnings.catch_warnings():  # a letter that the font lacks is a box
         warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)
-        figure.draw_without_rendering()
-        figure.set_layout_engine("none")  # laid out once, saved twice
-        return Picture(name, draw.svg(figure, name, alt), draw.png(figure))
+        return Picture(name, alt, draw.png(figure))
 
 
 # -- sections -------------------------------------------------------------------------------------------------------

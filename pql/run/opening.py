@@ -22,7 +22,6 @@ from pql.run.guard import short_of_memory
 from pql.run.log import sinks as log
 from pql.run.log.closing import few_rollouts
 from pql.run.log.console import announced
-from pql.run.log.console_log import CONSOLE_LOG
 from pql.run.policy import check_finite, init_from
 from pql.run.store import checkpoint
 from pql.run.store import run_dir as rundir
@@ -58,8 +57,6 @@ def open_run(session: "Session", opened: ExitStack, quiet: bool, overrides: Sequ
         ticks = 0
         _begin(session, overrides)
     resumed_at = session.env_steps if resume else None
-    if session.console and ranks.first:
-        session.console.record(session.run_dir / CONSOLE_LOG)
     session.ready = _warm_up(session, ticks)
     if ranks.first:
         session.sinks = log.make_sinks(config, session.run_dir, session.console, resumed_at)

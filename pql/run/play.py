@@ -1,10 +1,10 @@
-"""Watch a policy: record a video of its episodes or show them in a window. Recording needs ``render``."""
+"""Watch a policy: record a video of its episodes, or show them in a window or a browser."""
 
 import importlib
 import inspect
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from pql.config.files import expanded
 from pql.config.schema import TaskConfig
 from pql.config.validate import EPISODES, STEPS, limits, resolve_device
 from pql.contract.env import VecEnv, find_factory
-from pql.contract.optional import Renderable, Viewable, supports
+from pql.contract.optional import Renderable, Viewable, WebViewable, supports
 from pql.contract.rules import check_answer
 from pql.engine.placement import set_precision
 from pql.engine.watchdog import Timed, guarded
@@ -27,6 +27,7 @@ from pql.run.store import checkpoint
 LONGEST = 1000  # steps of an episode, where neither the environment nor the user sets a limit
 FRAMES_PER_SECOND = 30  # at most about this many: faster simulators are shown at every k-th step
 SIZES = range(16, 4097)
+PORT = 8422  # of a page in a browser
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,58 @@ def watch_live(
             window.show()
             time.sleep(max(0.0, begun + t * dt - time.perf_counter()))
         window.close()
+
+
+def stream(
+    path: str | Path,
+    port: int = PORT,
+    episodes: int = 1_000_000,
+    seed: int = 0,
+    device: str = "cpu",
+    trust: bool = False,
+) -> None:
+    """Show the greedy policy in a browser, at simulated speed, until its episodes or Ctrl-C end it.
+
+    A simulator with a page of its own (``WebViewable``) serves that; of others, viser's page shows the frames.
+
+    Args:
+        port: of the loopback address; the next free one if it is taken.
+    Raises:
+        ConfigError: as :func:`record_video`; viser is not installed.
+    """
+    check_numbers(episodes, None, None, None, seed)
+    with Stage(path, seed, device, trust) as stage:
+        viewer = stage.env.web_viewer(port) if supports(stage.env, WebViewable) else None
+        with closing(viewer or FrameViewer(stage, port)) as page:
+            print(f"{page.address} shows the policy; Ctrl-C ends it", flush=True)
+            every, fps = cadence(stage.env.spec.info.get("dt"))
+            begun, shown = time.perf_counter(), 0
+            for t in stage.run(episodes, None):
+                if t % every == 0:
+                    page.show()
+                    shown += 1
+                    time.sleep(max(0.0, begun + shown / fps - time.perf_counter()))
+
+
+class FrameViewer:
+    """viser's page, with the stage's newest frame as its background. Raises ``ConfigError``: viser is missing."""
+
+    def __init__(self, stage: "Stage", port: int):
+        try:
+            viser: Any = importlib.import_module("viser")
+        except ModuleNotFoundError as error:
+            what = f"the package {error.name!r}, which is not installed: pip install 'pql-rl[viser]'"
+            raise ConfigError("--browser", True, what) from error
+        self._stage = stage
+        self._server = viser.ViserServer(host="127.0.0.1", port=port, label=stage.env.spec.name, verbose=False)
+        self.address = f"http://127.0.0.1:{self._server.get_port()}/"
+
+    def show(self) -> None:
+        """Send the current frame to the visitors."""
+        self._server.scene.set_background_image(self._stage.picture(None, None))
+
+    def close(self) -> None:
+        self._server.stop()
 
 
 class Stage:
@@ -201,15 +254,13 @@ def check_numbers(episodes: int, steps: int | None, width: int | None, height: i
             raise ConfigError(name, value, f"an even number of pixels from {SIZES[0]} to {SIZES[-1]}")
 
 
-def check_video_packages(
-    setting: str, value: object, modules: Sequence[str] = ("imageio.v2", "imageio_ffmpeg")
-) -> None:
+def check_video_packages(setting: str, value: object) -> None:
     """Raise ``ConfigError`` for a setting that needs the extra ``video`` if one of its modules is not installed."""
     try:
-        for module in modules:
+        for module in ("imageio.v2", "imageio_ffmpeg"):
             importlib.import_module(module)
     except ModuleNotFoundError as error:
-        name = {"PIL": "pillow"}.get(error.name or "", (error.name or "").replace("_", "-"))
+        name = (error.name or "").replace("_", "-")
         what = f"the package {name!r}, which is not installed: pip install 'pql-rl[video]'"
         raise ConfigError(setting, value, what) from error
 

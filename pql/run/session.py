@@ -14,7 +14,7 @@ from pql.engine import crash
 from pql.engine.deadlines import start_limit
 from pql.engine.interrupt import Interrupt
 from pql.engine.watchdog import watching
-from pql.errors import ConfigError, PqlWarning, RunError, first_line
+from pql.errors import ConfigError, PqlWarning, RunError
 from pql.run.callbacks import as_callbacks
 from pql.run.components import Parts
 from pql.run.episodes import Evaluation
@@ -135,8 +135,6 @@ class Session:
 
     def warn(self, text: str) -> None:
         """Report a problem that does not end the run."""
-        if self.console:
-            self.console.note(f"warning: {text}")
         warnings.warn(text, PqlWarning, stacklevel=2)
 
     def _counters(self) -> dict[str, float]:
@@ -187,8 +185,6 @@ class Session:
                 error.add_note(f"its last policy is kept: {command('eval', self.run_dir, self.config)}")
             else:
                 error.add_note("nothing had been saved")
-            if self.console:
-                self.console.note("\n".join([f"error: {first_line(error)}", *error.__notes__]))
             raise
 
     def _loop(self) -> None:

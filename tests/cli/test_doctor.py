@@ -167,9 +167,6 @@ def test_robots_that_are_there_and_the_command_for_others(monkeypatch, tmp_path)
         ("pql train device=c", ["device=cpu", "device=cuda"]),
         ("pql train num_envs=", []),
         ("pql train nonsense=", []),
-        ("pql bench ", ["placement"]),
-        ("pql bench placement task=half", ["task=halfcheetah"]),
-        ("pql bench placement roun", ["rounds="]),
         ("pql warm-up task=half", ["task=halfcheetah"]),
         ("pql warm-up num_e", ["num_envs="]),
         ("pql sweep trials", ["trials="]),
@@ -183,7 +180,7 @@ def test_robots_that_are_there_and_the_command_for_others(monkeypatch, tmp_path)
         ("pql play runs/x w", ["width="]),
         ("pql play runs/x --", ["--live", "--browser", "--trust"]),
         ("pql eval runs/x --", ["--trust"]),
-        ("pql train task=ant --", ["--multirun", "--cfg", "--cfg-diff", "--dry-run", "--presets", "--help"]),
+        ("pql train task=ant --", ["--multirun", "--cfg", "--dry-run", "--presets", "--help"]),
         ("pql export ", []),  # a path
         ("pql export runs/x formats=pt2,o", ["formats=pt2,onnx"]),
         ("pql export runs/x scale=", ["scale=true", "scale=false"]),

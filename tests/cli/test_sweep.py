@@ -9,17 +9,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import yaml
 from run_files import WORDS
 
 optuna = pytest.importorskip("optuna")
 
 from pql.cli import sweep  # noqa: E402
-from pql.cli.jobs import PROGRAM  # noqa: E402
 from pql.cli.main import main  # noqa: E402
 from pql.cli.sweep_plan import make_plan  # noqa: E402
 from pql.cli.sweep_values import Space  # noqa: E402
@@ -122,74 +119,6 @@ def test_without_optuna_it_says_what_to_install(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
     assert main(["sweep", LR]) == 2
     assert "the package 'optuna', which is not installed: pip install 'pql-rl[sweep]'" in capsys.readouterr().err
-
-
-# -- wandb ----------------------------------------------------------------------------------------------------------
-
-
-SEARCH = [
-    "task=lqr",
-    "algo.critic.lr=tag(log,interval(1e-4,1e-2))",
-    "algo.n_step=interval(1,5)",
-    "algo.gamma=interval(0.9,0.99)",
-    "algo=pql,sac",
-    "trials=7",
-    "seeds=3",
-    "logger.project=mine",
-]
-
-
-def test_a_sweep_of_wandb_is_written_with_the_commands(tmp_path, capsys):
-    assert main(["sweep", "device=cpu", *SEARCH, "--backend", "wandb", f"sweep_dir={tmp_path / 'w'}"]) == 0
-    file = tmp_path / "w" / "wandb-sweep.yaml"
-    said = capsys.readouterr().out.splitlines()
-    assert said[:2] == [f"written: {file}", f"next: wandb sweep --project mine {file}"]
-    found = yaml.safe_load(file.read_text())
-    assert (found["method"], found["run_cap"]) == ("bayes", 7)
-    assert found["metric"] == {"name": "eval/return_mean", "goal": "maximize"}
-    assert found["parameters"] == {
-        "algo.critic.lr": {"distribution": "log_uniform_values", "min": 1e-4, "max": 1e-2},
-        "algo.n_step": {"distribution": "int_uniform", "min": 1, "max": 5},
-        "algo.gamma": {"distribution": "uniform", "min": 0.9, "max": 0.99},
-        "algo": {"values": ["pql", "sac"]},
-    }
-    *words, last = found["command"]
-    assert last == "${args_no_hyphens}"
-    assert words[:4] == [*PROGRAM, "train"]
-    drawn = ["algo.critic.lr=0.001", "algo.n_step=2", "algo.gamma=0.95", "algo=sac"]  # as wandb writes them
-    config = compose([*words[4:], *drawn])
-    assert (config.seed, config.logger.kind, config.logger.mode, config.algo.name) == (3, "wandb", "online", "sac")
-    assert config.algo.critic.lr == 0.001
-
-
-def test_wandb_s_agent_is_started_here(tmp_path, monkeypatch):
-    asked = []
-
-    def agent(*words, **more):
-        asked.append((words, more))
-
-    fake = SimpleNamespace(sweep=lambda definition, project: f"{project}/{definition['run_cap']}", agent=agent)
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    assert main(["sweep", "--backend=wandb", "--start", "device=cpu", *SEARCH, f"sweep_dir={tmp_path}"]) == 0
-    assert asked == [(("mine/7",), {"project": "mine", "count": 7})]
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--backend", "wandbb"], "backend=wandbb: expected one of optuna, wandb (did you mean wandb?)"),
-        (["--backend", "wandb", "seeds=1,2"], "seeds=1,2: expected one seed with backend=wandb"),
-        (["--backend", "wandb", "start=1"], "start=1: expected true or false"),
-        (["--backend", "wandb", "--start"], "backend=wandb: expected wandb, a package that is not installed"),
-    ],
-)
-def test_a_mistake_with_wandb_is_one_line(words, said, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    assert main(["sweep", "device=cpu", LR, *words]) == 2
-    error = capsys.readouterr().err
-    assert said in error
-    assert error.count("\n") == 1
 
 
 # -- trials ---------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""``--cfg``, ``--cfg-diff``, ``--help algo=NAME``, ``--dry-run`` and ``--presets`` of ``pql train``."""
+"""``--cfg``, ``--help algo=NAME``, ``--dry-run`` and ``--presets`` of ``pql train``."""
 
 import re
 
@@ -37,29 +37,6 @@ def test_hydras_word_prints_the_same(capsys):
     words = ["task=pendulum", "device=cpu", "--cfg"]
     assert printed(capsys, *words, "job") == printed(capsys, *words)
     assert main(["train", "task=pendulum", "device=cpu", "job", "--cfg"]) == 2  # no word of its own
-
-
-def test_the_settings_that_differ_from_the_presets(capsys):
-    words = ["task=anymal", "algo=pql", "device=cpu", "algo.gamma=0.9", "algo.n_step=3", "budget.env_steps=100_000"]
-    base = dict(leaves(compose(words[:3])))
-    assert base["algo.n_step"] == 3  # given, but not different
-    lines = printed(capsys, *words, "task.kwargs.a=1", "--cfg-diff")
-    assert lines[0].startswith("# presets: cfg/algo/pql.yaml, cfg/task/anymal.yaml, ")
-    found = {line.split("=")[0]: re.split(r" +# ", line)[1] for line in lines[1:]}
-    assert found == {
-        "task.kwargs": "preset: {}",
-        "algo.gamma": f"preset: {base['algo.gamma']}",
-        "budget.seconds": f"preset: {base['budget.seconds']}",
-        "budget.env_steps": "preset: null",
-        "device": "preset: auto",
-    }
-    same = printed(capsys, "task=anymal", "algo=pql", "scale=cpu", "--cfg-diff")
-    assert same[1:] == ["# no setting differs from them"]
-
-
-def test_a_simulator_in_no_preset_has_a_difference_too(capsys):
-    lines = printed(capsys, "task.name=pendulum", "device=cpu", "num_envs=2", "--cfg-diff")
-    assert re.split(r" +# ", lines[1]) == ["task.name=pendulum", "in no preset"]
 
 
 def test_what_is_printed_makes_the_same_run(capsys):

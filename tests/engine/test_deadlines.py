@@ -26,7 +26,7 @@ from pql.engine.interrupt import Interrupt
 from pql.errors import HungError, RunError
 from pql.remote.process.child import ChildProcess
 from pql.remote.slot_table import FLYING, READY, SlotTable
-from pql.reports.watch import server
+from pql.reports import watch
 from pql.run.log.film import Filmer
 from pql.run.log.loggers import TensorBoard
 from pql.run.store.saver import Saver
@@ -408,13 +408,6 @@ def test_a_video_that_cannot_be_converted_does_not_hold_the_run(tmp_path, monkey
     board.converting[0].join(30)
 
 
-def test_a_page_whose_server_ends_is_an_error(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(server.Server, "serve_forever", lambda self, poll: None)
-    monkeypatch.setattr(server.Server, "shutdown", lambda self: None)
-    with pytest.raises(RunError, match=r"^the page's server has ended$"):
-        server.watch(tmp_path, 0)
-
-
 # -- Ctrl-C -----------------------------------------------------------------------------------------------------------
 
 
@@ -444,7 +437,8 @@ def streaming(tmp_path, monkeypatch):
 
 
 def watching_runs(tmp_path, monkeypatch):
-    return lambda: server.watch(tmp_path, 0), int
+    pytest.importorskip("tensorboard")
+    return lambda: watch.watch(tmp_path, 0), int
 
 
 def filming(tmp_path, monkeypatch):

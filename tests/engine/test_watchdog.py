@@ -430,7 +430,7 @@ def test_a_report_or_an_export_that_hangs_is_named_and_ends_at_ctrl_c(
     """As on a network drive that is gone."""
     if command == "report":
         pytest.importorskip("matplotlib")
-    for name in ("pql.reports.page", "pql.reports.symptoms", "pql.reports.watch.feed", "pql.run.export.writer"):
+    for name in ("pql.reports.page", "pql.reports.symptoms", "pql.run.export.writer"):
         importlib.import_module(name)  # which takes longer than this deadline
     monkeypatch.setattr(call, forever)
     monkeypatch.setattr(deadlines, command.upper(), 0.4)

@@ -5,7 +5,7 @@ Executed here: ``pql list`` and ``pql completion``. Executed by other tests: the
 is found without running anything:
 
 * ``pql ...``, also after ``taskset``, ``torchrun`` or ``eval``: parsed to the end; every run of ``train`` (with ``-m``
-  each one), ``resume``, ``bench`` and ``sweep`` (both ends of each space) is composed and checked, except that files
+  each one), ``resume`` and ``sweep`` (both ends of each space) is composed and checked, except that files
   and CUDA devices need not exist; the settings of other commands are checked by name and type.
 * ``make`` by its targets, ``python tools/...`` by the script's options, ``pip install`` by this project's extras.
 * Python: compiled; imports and names of ``pql`` resolved; calls of functions of ``pql`` fit their signatures.
@@ -135,7 +135,7 @@ def check_pql(words):
         assert planned(*without_paths(rest)) > 1
     elif command == "sweep":
         assert make_plan(command_line.presets_as_setting(words)[1:]).spaces
-    elif command in ("train", "resume", "bench"):
+    elif command in ("train", "resume"):
         compose(without_paths([w for w in rest if w.partition("=")[0] not in own]), resolve=lambda device: "cpu")
         parse_pairs([w for w in rest if w.partition("=")[0] in own], own)
     elif command == "list" or (command == "completion" and args.shell):

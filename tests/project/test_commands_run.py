@@ -42,9 +42,8 @@ COVERED = {
     r"python tools/(bench/|peers/compare|pass_rates)": "hours: short in tests/project/test_tools.py",
     r"python tools/gpu/check.py( $| --parts)": "minutes on a GPU, and itself runs tests: tests/gpu/test_gpu_check.py",
     r"torchrun --nnodes": "two machines: tests/engine/test_parallel.py has two processes on one",
-    r"pql play .*--live": "needs a screen: tests/run/test_play.py has a stand-in",
+    r"pql play .*--(live|browser)": "needs a screen, or viser: tests/run/test_play.py has stand-ins",
     r"pql (push|pull|eval walker )": "needs a hub: tests/hub/test_hub.py has a stand-in",
-    r"pql sweep .*--backend wandb": "needs an account: tests/cli/test_sweep.py",
     r"pql (fleet|actor .*learner\.lan)": "needs a cluster: tests/remote/test_fleet.py",
     r"pql train task=remote .*0\.0\.0\.0": "TLS and tokens: tests/remote/test_remote.py",
 }
@@ -232,8 +231,8 @@ def run(words, device="cpu"):
             return subprocess.run(words, check=False, timeout=300, stdout=out).returncode
     assert words[0] == "pql"
     words = own_names(words[1:])
-    if words[0] == "watch" or "--browser" in words:
-        return interrupted([*words, *(["port=0"] if words[0] == "watch" else [])])
+    if words[0] == "watch":
+        return interrupted([*words, "port=0"])
     if words[0] in ("train", "resume", "sweep"):
         words = shortened(words, device)
         for word in words:

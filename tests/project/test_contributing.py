@@ -57,7 +57,7 @@ def test_a_setting_is_a_line():
 def test_the_packages_are_those_of_the_table():
     packages = re.findall(r"`(\w+)/`", re.search(r"^\| package .*?\n\n", LAYOUT, re.M | re.S)[0])
     found = {p.name for p in (ROOT / "pql").iterdir() if p.is_dir() and p.name != "__pycache__"}
-    assert {*packages} - {"log", "store", "export", "hub", "watch"} == found
+    assert {*packages} - {"log", "store", "export", "hub"} == found
 
 
 def test_every_file_that_is_named_exists():
@@ -68,7 +68,7 @@ def test_every_file_that_is_named_exists():
 
 def test_the_page_of_the_layout_names_files_and_functions_that_exist():
     named = {word for word in re.findall(r"`([a-z][\w/]*(?:/[\w.]+|/))`", LAYOUT) if word.split("/")[0] != "tests"}
-    inner = ("log/", "store/", "export/", "hub/", "watch/", "pql/")
+    inner = ("log/", "store/", "export/", "hub/", "pql/")
     assert len(named) > 40
     places = [ROOT, ROOT / "pql"]
     assert [w for w in named if w not in inner and not any((place / w).exists() for place in places)] == []

@@ -35,7 +35,6 @@ def no_pictures(monkeypatch):
     """Leave the pictures of reports out, which take ten seconds: other tests draw them."""
     draw = pytest.importorskip("pql.reports.draw")
     monkeypatch.setattr(draw, "png", lambda figure: b"")
-    monkeypatch.setattr(draw, "svg", lambda figure, name, alt: "<svg></svg>")
 
 
 def example(name):

@@ -2,7 +2,6 @@
 
 import base64
 import html
-import itertools
 import json
 import re
 import sys
@@ -46,9 +45,8 @@ class Checked(HTMLParser):
         if "id" in given:
             self.ids.append(given["id"])
         self.links += [given[k] for k in ("href", "src", "xlink:href", "srcset", "data") if k in given]
-        if tag == "svg":
-            assert given["role"] == "img"
-            self.images.append(given.get("aria-label"))
+        if tag == "img":
+            self.images.append(given.get("alt"))
         if tag == "tr":
             self.cells.append([])
         if tag in ("td", "th"):
@@ -93,16 +91,14 @@ def test_the_page_stands_alone_and_is_well_formed(page):
     assert len(checked.ids) == len(set(checked.ids))
     assert checked.links
     for link in checked.links:
-        assert link.startswith("#")
-        assert link[1:] in checked.ids, link
+        assert link.startswith("data:image/png;base64,") or link[:1] == "#"
+        assert link[:1] != "#" or link[1:] in checked.ids, link
     assert re.findall(r"url\((?!#)", text) == []
     assert "@import" not in text
     assert "<script" not in text
-    for target in re.findall(r"url\(#([^)]*)\)", text):
-        assert target in checked.ids
 
 
-def test_every_picture_is_there_twice_and_says_what_it_shows(page):
+def test_every_picture_is_in_the_page_and_beside_it_and_says_what_it_shows(page):
     checked = Checked(page.read_text())
     pictures = sorted(p.name for p in page.parent.glob("*.png"))
     curves = [f"curve-{i}-{axis}.png" for i in (0, 1) for axis in ("env_steps", "seconds", "updates")]
@@ -113,8 +109,6 @@ def test_every_picture_is_there_twice_and_says_what_it_shows(page):
         assert path.read_bytes().startswith(base64.b64decode("iVBORw0KGgo="))
     assert len(checked.images) == len(pictures)
     assert all(checked.images)
-    for axis in ("seconds", "env steps", "updates"):
-        assert f">{axis}: IQM of 2 runs each, 95 % band<" in page.read_text()
     assert (draw.shown({1}), draw.shown({1, 3, 2})) == ("", ": IQM of 1 to 3 runs each, 95 % band")
     assert "IQM on hopper: pql 1,500 (1,000 to 2,000); a<b>& 750 (500 to 1,000)." in checked.images
 
@@ -126,19 +120,6 @@ def test_names_are_no_formulas_and_letters_without_a_glyph_no_noise(tmp_path, re
     assert "漢字" in path.read_text()
     noise = [str(w.message) for w in recwarn if not issubclass(w.category, ResourceWarning)]  # of earlier tests
     assert noise == []
-
-
-def test_the_pictures_follow_the_pages_colours(page):
-    svgs = re.findall(r"<svg.*?</svg>", page.read_text(), re.S)
-    for svg in svgs:
-        assert re.findall(r"#[0-9a-fA-F]{6}", svg) == []
-        assert set(re.findall(r"var\((--\w+)\)", svg)) <= set(draw.VARIABLES.values())
-        assert "<text" in svg  # text, not outlines
-    css = page.read_text().split("</style>")[0]
-    light, dark = css.split("prefers-color-scheme: dark")
-    for name in draw.VARIABLES.values():
-        assert f"{name}: #" in light
-        assert f"{name}: #" in dark
 
 
 def test_the_tables_say_what_the_numbers_say(page):
@@ -236,10 +217,11 @@ def test_settings_stand_side_by_side_where_algorithms_differ(tmp_path):
 
 
 def test_axes_have_labels_and_narrow_cells_their_columns_names(page):
-    text = page.read_text()
-    curves = [svg for svg in re.findall(r"<svg.*?</svg>", text, re.S) if "Return on" in svg[:400]]
-    assert len(curves) == 6
-    assert all(">return</text>" in svg for svg in curves)
+    text, numbers = page.read_text(), json.loads((page.parent / "numbers.json").read_text())
+    for axis, name in (("seconds", "seconds"), ("env_steps", "env steps"), ("updates", "updates")):
+        (ax,) = draw.learning_curves(numbers["tasks"][0], numbers["runs"], numbers["labels"], axis).axes
+        assert (ax.get_xlabel(), ax.get_ylabel()) == (f"{name}: IQM of 2 runs each, 95 % band", "return")
+        assert [text.get_text() for text in ax.get_legend().get_texts()] == numbers["labels"]
     for table in re.findall(r"<table>.*?</table>", text, re.S):
         names = re.findall(r'<th scope="col"[^>]*>(.*?)</th>', table)
         for row in re.findall(r"<tr>(.*?)</tr>", table.split("</thead>")[1], re.S):
@@ -321,14 +303,6 @@ def test_every_run_is_inside_its_picture():
     assert 90 < high < 100
     low, high = draw.rates(task, runs[:1], ["a"], "env_steps_per_s").axes[0].get_xlim()
     assert (low, high) == (0, pytest.approx(5.25))  # all equal: the mark is not cut at the edge
-
-
-def test_labels_at_the_ends_do_not_touch():
-    assert draw.spread([0.1, 0.5], 0.1) == [0.1, 0.5]
-    assert draw.spread([0.5, 0.5, 0.9], 0.1) == pytest.approx([0.45, 0.55, 0.9])
-    assert draw.spread([0.5, 0.52, 0.6], 0.1) == pytest.approx([0.44, 0.54, 0.64])
-    got = draw.spread([0.1, 0.2, 0.2, 0.21, 0.3], 0.1)
-    assert all(b - a >= 0.1 - 1e-9 for a, b in itertools.pairwise(got))
 
 
 def test_long_labels_that_differ_at_their_ends_stay_different():

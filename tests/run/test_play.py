@@ -1,12 +1,9 @@
 """Images and videos: rendering agrees with the state, and a file has the expected frames."""
 
 import dataclasses
-import http.client
 import importlib.machinery
 import math
 import sys
-import threading
-import time
 import types
 from pathlib import Path
 
@@ -28,7 +25,7 @@ from pql.errors import ConfigError, PqlWarning
 from pql.run import play
 from pql.run.episodes import run_episodes
 from pql.run.evaluation import EvaluationPlan, evaluate_saved
-from pql.run.play import cadence, filmed_env, record_video
+from pql.run.play import cadence, filmed_env, record_video, stream
 from pql.run.policy import Stored, fresh_policy
 from pql.run.session import Session
 
@@ -439,48 +436,15 @@ def test_wrong_numbers_for_a_live_page_are_named(run, word, capsys):
     assert f"pql: {word}: expected" in capsys.readouterr().err
 
 
-def test_a_policy_in_a_browser_is_a_stream_of_images(run):
-    from pql.reports.watch import stream as streams
-
-    found = {}
-
-    def look():
-        while not (server := found.get("server")):
-            time.sleep(0.01)
-        connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
-        connection.request("GET", "/frames")
-        answer = connection.getresponse()
-        found["type"], found["bytes"] = answer.headers["Content-Type"], answer.read(20_000)
-        connection.close()
-
-    class Server(streams.Server):
-        def __init__(self, *args):
-            super().__init__(*args)
-            found["server"] = self
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streams, "Server", Server)
-        streams.stream(str(run), port=0, episodes=8)
-    thread.join()
-    assert found["type"] == "multipart/x-mixed-replace; boundary=frame"
-    parts = found["bytes"].split(b"--frame\r\n")[1:]
-    assert len(parts) > 1
-    image = parts[0].partition(b"\r\n\r\n")[2].removesuffix(b"\r\n")
-    assert iio.imread(image).shape[2] == 3
-
-
-def test_a_simulator_with_a_page_of_its_own_shows_its_states_there(monkeypatch, capsys):
-    """mjviser's scene gets the states that a video would show, and its server is stopped at the end."""
-    from pql.reports.watch.stream import stream
-
-    mujoco = pytest.importorskip("mujoco")
-    calls, heights = [], []
+@pytest.fixture
+def viser(monkeypatch):
+    """In place of viser: a list of what its server is asked for, and a list of the frames that it shows."""
+    calls, frames = [], []
 
     class Server:
         def __init__(self, **options):
             calls.append(("serve", options["host"], options["port"]))
+            self.scene = types.SimpleNamespace(set_background_image=frames.append)
 
         def get_port(self):
             return 4711
@@ -488,9 +452,33 @@ def test_a_simulator_with_a_page_of_its_own_shows_its_states_there(monkeypatch, 
         def stop(self):
             calls.append("stop")
 
+    module = types.ModuleType("viser")
+    module.__dict__.update(ViserServer=Server, __spec__=importlib.machinery.ModuleSpec("viser", None))
+    monkeypatch.setitem(sys.modules, "viser", module)
+    monkeypatch.setattr("pql.run.play.time.sleep", lambda seconds: None)
+    return calls, frames
+
+
+def test_a_policy_in_a_browser_is_shown_by_viser(run, viser, capsys, monkeypatch):
+    calls, frames = viser
+    stream(str(run), port=8000, episodes=2)
+    assert calls == [("serve", "127.0.0.1", 8000), "stop"]
+    assert "http://127.0.0.1:4711/ shows the policy" in capsys.readouterr().out
+    assert {(frame.shape[2], frame.dtype.name) for frame in frames} == {(3, "uint8")}
+    assert len(frames) == 24
+    monkeypatch.setitem(sys.modules, "viser", None)
+    assert main(["play", str(run), "--browser"]) == 2
+    assert "the package 'viser', which is not installed: pip install 'pql-rl[viser]'" in capsys.readouterr().err
+
+
+def test_a_simulator_with_a_page_of_its_own_shows_its_states_there(viser, monkeypatch, capsys):
+    """mjviser's scene gets the states that a video would show, and its server is stopped at the end."""
+    mujoco = pytest.importorskip("mujoco")
+    (calls, _), heights = viser, []
+
     class Scene:
         def __init__(self, server, model, num_envs):
-            assert isinstance(server, Server)
+            assert server.get_port() == 4711
             assert (model.nq, num_envs) == (9, 1)
 
         def create_visualization_gui(self):
@@ -500,12 +488,9 @@ def test_a_simulator_with_a_page_of_its_own_shows_its_states_there(monkeypatch, 
             assert isinstance(data, mujoco.MjData)
             heights.append(data.qpos[1])
 
-    modules = {"viser": {"ViserServer": Server}, "mjviser": {"ViserMujocoScene": Scene}}
-    for name, members in modules.items():
-        module = types.ModuleType(name)
-        module.__dict__.update(members, __spec__=importlib.machinery.ModuleSpec(name, None))
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr("pql.reports.watch.stream.time.sleep", lambda seconds: None)
+    module = types.ModuleType("mjviser")
+    module.__dict__.update(ViserMujocoScene=Scene, __spec__=importlib.machinery.ModuleSpec("mjviser", None))
+    monkeypatch.setitem(sys.modules, "mjviser", module)
     policy = Path(__file__).parents[2] / "docs" / "policies" / "walker2d"
     stream(str(policy), port=8000, episodes=1)
     assert calls == [("serve", "127.0.0.1", 8000), "controls", "stop"]

@@ -14,10 +14,8 @@ from typing import Any
 from pql.config import BudgetConfig, Config, to_dict
 from pql.config.validate import likely_device
 from pql.engine import deadlines
-from pql.run.log.console_log import ConsoleLog
-from pql.run.log.displays import Lines, Row, RunProgress, make_face
+from pql.run.log.displays import Row, RunProgress, make_face
 
-EARLY = 20  # texts kept for the copy until it begins
 WIDTH = 100
 
 
@@ -51,7 +49,7 @@ def announced(config: Config, run_dir: Path | None) -> "Console":
 
 
 class Console:
-    """Shows a run's progress, and copies it to a file. Errors in printing, such as a closed pipe, do not stop training.
+    """Shows a run's progress. Errors in printing, such as a closed pipe, do not stop training.
 
     Args:
         title: of the run.
@@ -63,8 +61,6 @@ class Console:
     def __init__(self, title: str, budget: Row, console: Any = None, clock: Callable[[], float] = time.monotonic):
         self.progress = RunProgress(title, budget, clock)
         self.face = make_face(self.progress, console)
-        self.copy: Lines | None = None
-        self._said: list[str] = []  # before there is a copy
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="pql-console", daemon=True)
         self._thread.start()
@@ -73,16 +69,6 @@ class Console:
         while not self._closed.wait(1.0):
             with _unheard():
                 self.face.beat()
-            if self.copy:
-                self.copy.beat()
-
-    def record(self, path: Path) -> None:
-        """Copy all lines to a file as plain text, beginning with those printed so far."""
-        self.log = ConsoleLog(path)
-        copy = Lines(self.progress, self.log)
-        for text in self._said:
-            copy.say(text)
-        self.copy, self._said = copy, []
 
     def write(self, row: Row) -> None:
         """Display a row of metrics."""
@@ -91,8 +77,6 @@ class Console:
         self.progress.latest = seen | row | ahead
         with _unheard():
             self.face.show("eval/return_mean" in row)
-        if self.copy:
-            self.copy.show("eval/return_mean" in row)
 
     @contextlib.contextmanager
     def doing(self, what: str, detail: Callable[[], str] = str) -> Iterator[None]:
@@ -110,24 +94,14 @@ class Console:
         """Print lines."""
         with _unheard():
             self.face.say(text)
-        self.note(text)
-
-    def note(self, text: str) -> None:
-        """Write lines to the copy only, such as warnings, which standard error already shows."""
-        if self.copy:
-            self.copy.say(text)
-        elif len(self._said) < EARLY:
-            self._said.append(text)
 
     def close(self) -> None:
-        """Stop updating; the last state stays. Lines may follow (:meth:`say`); call this again to complete the copy."""
+        """Stop updating; the last state stays. Lines may follow (:meth:`say`)."""
         if not self._closed.is_set():
             self._closed.set()
             self._thread.join(timeout=deadlines.CONSOLE)
             with _unheard():
                 self.face.close()
-        if self.copy:
-            self.log.flush()
 
 
 @contextlib.contextmanager
