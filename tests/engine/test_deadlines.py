@@ -80,7 +80,7 @@ ALLOWED = {
     "run/ranks.py:exchange": "the rank that hosts the store; its caller waits for LAST_MESSAGE",
     "run/replicas.py:on_streams": DEVICE,
     "run/store/saver.py:write": DEVICE,
-    "engine/graph.py:_tensor": "a type of PyTorch's, no wait",
+    "engine/cpu_graph.py:_tensor": "a type of PyTorch's, no wait",
 }
 """``file:function`` below ``pql/`` -> the reason why the wait needs no deadline of its own."""
 
