@@ -328,38 +328,6 @@ def test_both_targets_move_with_the_delayed_policy_update(monkeypatch):
     assert seen == ["v", "v+", "p+"] * 9
 
 
-def test_the_target_is_the_lower_of_the_ensemble():
-    """Raise one member of the target by a lot: where it was the lower one the other takes over, elsewhere nothing."""
-    losses = {}
-    for member in (None, 0, 1):
-        state = value_state()
-        if member is not None:
-            with torch.no_grad():
-                list(state.target.module.parameters())[-1][member].add_(1000.0)
-        losses[member] = ddpg.ddpg_value_update(state, make_batch(), settings_of(), generator())["loss/critic"]
-    assert max(losses.values()) < 100  # a target of 1000 would cost a million
-    assert len({x.item() for x in losses.values()}) == 3
-
-
-def test_a_random_subset_of_the_ensemble_forms_the_target():
-    """With one of two critics drawn, the target is one member's or the other's; with both, it is the lower one's."""
-    batch, losses = make_batch(), {}
-    for subset, seed in ((None, 0), (2, 0), *((1, seed) for seed in range(12))):
-        gen = torch.Generator().manual_seed(seed)
-        settings = settings_of(critic={"subset": subset})
-        losses[subset, seed] = ddpg.ddpg_value_update(value_state(), batch, settings, gen)["loss/critic"].item()
-    alone = []
-    for member in (0, 1):
-        state = value_state()
-        with torch.no_grad():  # the other one is so high that it is never the lower
-            list(state.target.module.parameters())[-1][1 - member].add_(1e4)
-        alone.append(ddpg.ddpg_value_update(state, batch, settings_of(), generator())["loss/critic"].item())
-    drawn = {losses[1, seed] for seed in range(12)}
-    assert sorted(drawn) == pytest.approx(sorted(alone), rel=1e-5)
-    assert losses[2, 0] == pytest.approx(losses[None, 0], rel=1e-6)
-    assert losses[None, 0] not in drawn
-
-
 @pytest.mark.parametrize("atoms", [None, ATOMS], ids=["scalar", "c51"])
 @pytest.mark.parametrize("reduce", ["min", "mean"])
 def test_two_of_ten_critics_form_the_target_of_all(reduce, atoms):
@@ -446,18 +414,6 @@ def test_a_penalty_on_what_the_tanh_takes():
     check_step(state.policy, ddpg.ddpg_policy_update(state, batch, settings, generator()), "policy", plain, loss)
 
 
-def test_with_the_penalty_a_saturated_policy_comes_back():
-    """Its tanh is 1 to the last bit, so what the critic wants reaches it no more: the penalty alone does."""
-    for penalty, slope in ((0.0, 0.0), (0.01, 2 * 0.01 * 20)):  # d/du of penalty * u^2
-        state, batch = policy_state(), obs_part(make_batch())
-        shares = ddpg.loss_share(batch.mask, batch.weight).sum().item()
-        last = state.policy.module.net[-1]
-        last.weight.data.zero_()
-        last.bias.data.fill_(20.0)
-        ddpg.ddpg_policy_update(state, batch, settings_of(policy={"saturation_penalty": penalty}), generator())
-        torch.testing.assert_close(last.bias.grad.sum().item(), slope * shares, atol=1e-6, rtol=1e-5)
-
-
 @pytest.mark.parametrize("atoms", [None, ATOMS], ids=["scalar", "c51"])
 def test_sac_policy_update(atoms):
     state, batch = sac_policy_state(atoms), obs_part(make_batch())
@@ -533,19 +489,6 @@ def test_masked_rows_have_no_influence_at_all(name):
     for a, b in zip(leaves(one.state_dict()), leaves(two.state_dict()), strict=True):
         assert torch.equal(a, b)
     assert {k: v.item() for k, v in metrics.items()} == {k: v.item() for k, v in again.items()}
-
-
-@pytest.mark.parametrize("name", ["c51 value", "ddpg policy"])
-def test_a_masked_batch_equals_the_smaller_one(name):
-    """sum(mask * l) / sum(mask): the mean over the rows that count, not over all."""
-    batch = make_batch()
-    rest = Batch(*({k: v[8:] for k, v in f.items()} if isinstance(f, dict) else f[8:] for f in batch))
-    one, metrics = run_case(name, batch)
-    two, again = run_case(name, rest)
-    for a, b in zip(leaves(one.state_dict()), leaves(two.state_dict()), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
-    for k, v in metrics.items():
-        assert v.item() == pytest.approx(again[k].item(), rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", CASES)

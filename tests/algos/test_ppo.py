@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import bits, differences, learners, small_config, start, ticks
+from families import FAMILIES
 from ppo_runs import EVERY_VARIANT, VARIANTS, config_of, learned_with
 from sampling import some_of
 from torch import Generator
@@ -354,7 +355,8 @@ def test_discrete_actions_are_for_ppo():
         build(small_config(task={"name": "cartpole"}))
 
 
-def test_a_rollout_that_does_not_fit_is_refused_with_what_does(monkeypatch):
+@pytest.mark.parametrize("family", ["ppo", "impala, lstm", "pqn", "reppo"])
+def test_a_rollout_that_does_not_fit_is_refused_with_what_does(family, monkeypatch):
     monkeypatch.setattr("pql.algos.on_policy.available_bytes", lambda device: 3_000)
-    with pytest.raises(ConfigError, match=r"algo\.horizon=8: expected at most about \d with num_envs=8: this needs"):
-        build(config_of())
+    with pytest.raises(ConfigError, match=r"algo\.horizon=\d: expected at most about \d with num_envs=8: this needs"):
+        build(FAMILIES[family])

@@ -28,7 +28,6 @@ from pql.data.rollout import PolicyOutput, Progress, Rollout
 from pql.engine.executors import Inline
 from pql.engine.flat import Flat
 from pql.engine.optim import AdamW
-from pql.errors import ConfigError
 from pql.nets.mlp import Layers, NetInput
 from pql.nets.q import QNetwork
 from pql.run.policy import load_policy
@@ -112,26 +111,6 @@ def test_returns_are_the_papers_mixture(next_step, lam):
                 cut = e.truncated and not e.terminated
                 seen["masked" if want is None else "final" if cut else "terminated" if e.terminated else "plain"] += 1
     assert min(seen.values()) > 20, seen
-
-
-def test_a_return_by_hand():
-    """Two rows and what follows: R_1 = 2 + .5 * 4; R_0 = 1 + .5 (.75 * 3 + .25 R_1)."""
-    q = torch.tensor([[[7.0, 1.0]], [[-1.0, 3.0]]])  # of the rows; beyond them 4 is the best
-    one, no, row = torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.bool), torch.tensor([[1], [2]])
-    segment = SimpleNamespace(
-        obs={"policy": torch.zeros(4, 1, 1)},
-        params=q,
-        reward=torch.tensor([[1.0], [2.0]]),
-        alive=one,
-        goes_on=one,
-        successor=row,
-        mask=one,
-        first=no,
-    )
-    net = SimpleNamespace(values=lambda obs: torch.tensor([2.0, 4.0]).expand(*obs["policy"].shape[:2], 2))
-    settings = replace(SETTINGS, gamma=0.5, q_lambda=0.25)
-    got = pqn.returns(SimpleNamespace(net=net), segment, settings)
-    assert got.flatten().tolist() == [1 + 0.5 * (0.75 * 3 + 0.25 * 4), 4.0]
 
 
 @EVERY_VARIANT
@@ -277,12 +256,6 @@ def test_what_cannot_work_is_refused_by_name(tmp_path, capsys, words, message):
     known = [w for w in WORDS if not (words == "task=pendulum" and w.startswith("task"))]
     assert main(["train", *known, f"run_dir={tmp_path}", "budget.env_steps=1000", *words.split()]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_rollout_that_does_not_fit_is_refused(monkeypatch):
-    monkeypatch.setattr("pql.algos.on_policy.available_bytes", lambda device: 1000)
-    with pytest.raises(ConfigError, match=r"algo\.horizon=8: expected at most about 1 with num_envs=8"):
-        start(config_of(), Inline())
 
 
 @pytest.mark.parametrize(

@@ -241,23 +241,6 @@ def test_a_skipped_step_leaves_everything_as_it_was(kind):
         assert changed == (set() if skip is not None and skip == 1 else set(state) - {"lr"})
 
 
-def test_a_step_that_is_not_skipped_is_a_step():
-    one, two = (AdamW(Flat(net(), trained=True), 0.1, weight_decay=0.1) for _ in range(2))
-    for _ in range(3):
-        for optimizer, skip in ((one, None), (two, torch.tensor(0.0))):
-            optimizer.flat.data.grad.normal_(generator=torch.Generator().manual_seed(1))
-            optimizer.step(skip)
-    assert torch.equal(one.flat.data, two.flat.data)
-
-
-def test_the_learning_rate_is_a_tensor_that_may_change_between_steps():
-    optimizer = AdamW(Flat(net(), trained=True), 1e-3)
-    for rate in (1e-3, 5e-3):
-        optimizer.lr.fill_(rate)
-        distance = moved(optimizer)
-        torch.testing.assert_close(distance, torch.full_like(distance, rate), rtol=0, atol=1e-6)
-
-
 def test_optimizer_state_restores_in_place_and_continues_bit_for_bit():
     gen = torch.Generator().manual_seed(2)
     grads = [torch.randn(Flat(net()).data.shape, generator=gen) for _ in range(10)]

@@ -17,7 +17,6 @@ from conftest import FLASH, MODERN, bits, differences, go_on, small_config, star
 from sampling import sample
 from stand_in import RecordingStreams
 
-from pql.config.compose import compose
 from pql.engine import deadlines
 from pql.engine.executors import Inline, Threads
 from pql.engine.schedule import Trace, tick_counts
@@ -55,20 +54,6 @@ def test_every_worker_order_and_threads_give_the_same_bits(algo):
     reference = bits(go_on(parts, total - few))
     for _ in range(2):  # twice: also two runs with the same seed
         assert differences(reference, bits(run(config, Threads(("collector", "v", "p")), total))) == []
-
-
-@pytest.mark.parametrize("name", sample(["flashsac", "fastsac", "fasttd3", "xqc", "simba_sac"], keep=["xqc"]))
-def test_published_recipes_give_the_same_bits_under_the_concurrent_schedule(name):
-    small = ["num_envs=4", "algo.batch_size=8", "algo.warmup_steps=4", "replay.capacity=400"]
-    small += ["algo.critic.hidden=[8]", "algo.policy.hidden=[8]"]
-    config = compose(["task=pendulum", "device=cpu", f"algo={name}", "algo.schedule=concurrent", *small])
-    reference = bits(run(config, Inline(ORDERS[0]), 12))
-    unlearned = bits(start(config, Inline()))
-    assert {"learners/v/state/critic/net.0.weight", "learners/p/state/policy/net.0.weight"} <= {
-        *differences(reference, unlearned)
-    }
-    for executor in (Inline(ORDERS[-1]), Threads(ORDERS[0])):
-        assert differences(reference, bits(run(config, executor, 12))) == []
 
 
 def test_statistics_of_batch_norm_are_one_tick_old_where_others_use_them():

@@ -299,24 +299,6 @@ def test_stagger_spreads_the_first_ends_evenly():
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_resume_continues_bit_for_bit_in_a_new_environment(task):
-    env, other = (task(32, max_episode_steps=9) for _ in range(2))
-    env.reset(5)
-    actions = random_actions(env, 40)
-    for action in actions[:13]:
-        env.step(action)
-    state = env.state_dict()
-    other.load_state_dict(state)
-    ends = 0
-    for action in actions[13:]:
-        a, b = env.step(action), other.step(action)
-        ends += int(a.first.sum())
-        for one, two in ((a.obs["policy"], b.obs["policy"]), (a.reward, b.reward), (a.first, b.first)):
-            assert torch.equal(one, two)
-    assert ends >= 64
-
-
-@pytest.mark.parametrize("task", TASKS)
 def test_seeds_decide_and_none_goes_on_drawing(task):
     env = task(16)
     one, two, again = env.reset(1)["policy"], env.reset(2)["policy"], env.reset(1)["policy"]

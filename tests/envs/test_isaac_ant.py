@@ -14,7 +14,6 @@ from mujoco_runs import Base, build, derived
 
 from pql.envs.mujoco.isaac.ant import FEET, JOINTS, IsaacAnt
 from pql.envs.mujoco.isaac.measure import roll_yaw, rotation
-from tools.originals.by_hand import gait
 
 pytestmark = pytest.mark.usefixtures("scratch")
 
@@ -187,19 +186,3 @@ def test_at_rest_nothing_pulls_on_the_feet() -> None:
         step = env.step(torch.zeros(2, 8))
     assert step.obs["policy"][:, 28:52].abs().max() < 0.01
     assert step.obs["policy"][0, 0] > 0.31  # standing
-
-
-def test_a_scripted_gait_beats_random_actions() -> None:
-    n, steps = 16, 120
-    means = []
-    for scripted in (True, False):
-        env = build("isaac_ant", n)
-        obs, total = env.reset(seed=0)["policy"], torch.zeros(n)
-        gen = torch.Generator().manual_seed(0)
-        for t in range(steps):
-            action = gait(obs, t) if scripted else torch.rand(n, 8, generator=gen) * 2 - 1
-            step = env.step(action)
-            obs, total = step.obs["policy"], total + step.reward
-        means.append(float(total.mean()) / steps)
-    print(f"reward per step: gait {means[0]:.2f}, random {means[1]:.2f}")
-    assert means[0] > means[1] + 0.8

@@ -98,24 +98,6 @@ def test_counter_restarts_unannounced_and_staggers():
 
 
 @pytest.mark.parametrize(
-    "env", [Counter(5, autoreset="next_step", restart_every=3), LQR(5, max_episode_steps=7), Recall(5)]
-)
-def test_toys_resume_bit_for_bit(env):
-    env.reset(3)
-    actions = torch.rand(30, 5, 2, generator=torch.Generator().manual_seed(1)) * 2 - 1
-    for action in actions[:10]:
-        env.step(action)
-    state = env.state_dict()
-    once = [env.step(action) for action in actions]
-    env.reset(4)
-    env.load_state_dict(state)
-    for step, action in zip(once, actions, strict=True):
-        again = env.step(action)
-        assert torch.equal(step.obs["policy"], again.obs["policy"])
-        assert torch.equal(step.reward, again.reward)
-
-
-@pytest.mark.parametrize(
     ("kwargs", "setting"),
     [
         ({"num_envs": 0}, "num_envs"),
