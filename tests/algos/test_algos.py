@@ -10,7 +10,7 @@ import torch
 from conftest import go_on, small_config, start
 from oracles import AdamW as SlowAdamW
 from oracles import bin_masses, c51_projection, tanh_gaussian_log_prob
-from torch.nn import functional as F
+from plain_nets import separate
 
 from pql.algos import critics, ddpg, sac
 from pql.config import DdpgConfig, SacConfig
@@ -131,31 +131,20 @@ def generator():
 
 
 class Plain:
-    """A network of this file written out: [[(weight, bias), ...] of each member], float64 leaves."""
+    """A network of this file as separate ones in float64, one for each member."""
 
     def __init__(self, net):
-        layers = [m for m in net.net if hasattr(m, "weight")]
-        self.ensemble = isinstance(layers[0], EnsembleLinear)
-        self.members = []
-        for e in range(len(layers[0].weight) if self.ensemble else 1):
-            pairs = [(m.weight[e].T, m.bias[e, 0]) if self.ensemble else (m.weight, m.bias) for m in layers]
-            self.members.append([tuple(t.detach().double().clone().requires_grad_() for t in p) for p in pairs])
+        self.ensemble = isinstance(net.net[0], EnsembleLinear)
+        count = len(net.net[0].weight) if self.ensemble else 1
+        self.members = [separate(net, e if self.ensemble else None) for e in range(count)]
 
     def __call__(self, x, e=0):
-        for i, (weight, bias) in enumerate(self.members[e]):
-            x = x @ weight.T + bias
-            x = F.elu(x) if i + 1 < len(self.members[e]) else x
-        return x
+        return self.members[e](x)
 
     def flat(self, what):
         """Values or gradients in the order of the library's flat tensor, as a list."""
-        out = []
-        for i in range(len(self.members[0])):
-            for j in range(2):
-                for one in self.members:
-                    t = what(one[i][j])
-                    out.append((t.T if self.ensemble and j == 0 else t).reshape(-1))
-        return torch.cat(out).tolist()
+        ones = [what(p) for same in zip(*(m.parameters() for m in self.members), strict=True) for p in same]
+        return torch.cat([(t.T if self.ensemble and t.dim() == 2 else t).reshape(-1) for t in ones]).tolist()
 
     def values(self):
         return self.flat(lambda t: t.detach())

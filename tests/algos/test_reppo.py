@@ -11,6 +11,7 @@ from conftest import bits, differences, go_on, learners, start, ticks
 from gates import score, train_until
 from histories import CPU, Column
 from oracles import bin_masses, known_end, soft_lambda_return
+from plain_nets import plain
 from ppo_runs import learned_with
 from reppo_runs import EVERY_VARIANT, config_of, short_of
 from run_files import rows
@@ -157,63 +158,27 @@ def random_minibatch(gen):
     )
 
 
-class Linear:
-    """A linear layer and, behind it, RMSNorm and SiLU; all weights are leaves."""
-
-    def __init__(self, layer: nn.Linear, norm: nn.RMSNorm | None = None):
-        self.weight, self.bias = (p.detach().clone().requires_grad_() for p in (layer.weight, layer.bias))
-        self.gain = None if norm is None else norm.weight.detach().clone().requires_grad_()
-
-    def __call__(self, x):
-        x = x @ self.weight.T + self.bias
-        if self.gain is None:
-            return x
-        x = x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * self.gain
-        return x / (1 + torch.exp(-x))
-
-    def leaves(self):
-        return [p for p in (self.weight, self.bias, self.gain) if p is not None]
-
-
-def layers_of(net):
-    """Copies of an MLP's layers."""
-    modules = [*net, None]
-    return [
-        Linear(m, modules[i + 1] if isinstance(modules[i + 1], nn.RMSNorm) else None)
-        for i, m in enumerate(net)
-        if isinstance(m, nn.Linear)
-    ]
-
-
-def through(layers, x):
-    for layer in layers:
-        x = layer(x)
-    return x
-
-
 class Second:
     """REPPO's update as the paper's repository describes it, on its own copies of the weights."""
 
     def __init__(self, state, samples):
         policy, critic = state.policy, state.critic_net
         self.samples, self.atoms = samples, critic.atoms.tolist()
-        self.actor = [*layers_of(policy.body.trunk), Linear(policy.head)]
-        self.encoder, self.head, self.predictor = (
-            layers_of(net) for net in (critic.embedder.net, critic.head, critic.predictor)
-        )
+        self.actor = plain([*policy.body.trunk, policy.head])
+        self.encoder, self.head, self.predictor = map(plain, (critic.embedder.net, critic.head, critic.predictor))
         self.zero = critic.zero.detach().clone().requires_grad_()
         self.log_alpha, self.log_beta = (torch.tensor(0.01).log().double().requires_grad_() for _ in range(2))
-        self.actor_leaves = [p for layer in self.actor for p in layer.leaves()] + [self.log_alpha, self.log_beta]
-        judged = (*self.encoder, *self.head, *self.predictor)
-        self.critic_leaves = [p for layer in judged for p in layer.leaves()] + [self.zero]
+        self.actor_leaves = [*self.actor.parameters(), self.log_alpha, self.log_beta]
+        judged = nn.ModuleList((self.encoder, self.head, self.predictor))
+        self.critic_leaves = [*judged.parameters(), self.zero]
         self.optimizers = [
             torch.optim.AdamW(leaves, lr=3e-4, weight_decay=0.01) for leaves in (self.actor_leaves, self.critic_leaves)
         ]
 
     def critic_outputs(self, obs, action):
-        x = through(self.encoder, torch.cat((obs["critic"], action), 1))
+        x = self.encoder(torch.cat((obs["critic"], action), 1))
         x = x / (1 + torch.exp(-x))
-        return through(self.predictor, x), through(self.head, x) + 40.9 * self.zero
+        return self.predictor(x), self.head(x) + 40.9 * self.zero
 
     def critic(self, batch):
         predicted, logits = self.critic_outputs(batch.obs, batch.action)
@@ -228,7 +193,7 @@ class Second:
         return (loss, error, self.step(1, loss + error))
 
     def policy(self, batch, gen):
-        mean, log_std = through(self.actor, batch.obs["policy"]).chunk(2, -1)
+        mean, log_std = self.actor(batch.obs["policy"]).chunk(2, -1)
         raw = mean + log_std.exp() * torch.randn(B, A, generator=gen)
         action = torch.tanh(raw)
         q = self.critic_outputs(batch.obs, action)[1].softmax(-1) @ torch.tensor(self.atoms).double()

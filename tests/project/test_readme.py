@@ -91,8 +91,3 @@ def test_the_page_of_installation_lists_every_extra_and_which_of_them_make_insta
     assert listed.keys() == project["optional-dependencies"].keys()
     (installed,) = re.findall(r"^EXTRAS := (.*)$", (ROOT / "Makefile").read_text(), re.M)
     assert {extra for extra, by in listed.items() if by == "make"} == {*installed.split(",")}
-
-
-def test_the_contracts_names_are_at_hand():
-    for name in ("EnvSpec", "ObsSpec", "Box", "Discrete", "Step"):
-        assert getattr(pql, name).__name__ == name
