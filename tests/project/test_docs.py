@@ -82,11 +82,5 @@ def test_troubleshooting_names_documented_metrics():
     assert {name for name in named - documented if not name.startswith(others)} == set()
 
 
-def test_the_search_needs_no_other_host():
-    """The plugin ``offline`` names a script of another host, unless one of that name is given."""
-    script = re.search(r"polyfills: \[(\S*iframe-worker\S*)\]", (ROOT / "mkdocs.yml").read_text())[1]
-    assert (DOCS / script).is_file()
-
-
 def test_the_reference_of_the_command_line_is_up_to_date(tool):
     assert (DOCS / "reference" / "commands.md").read_text() == tool("pages").commands_page()

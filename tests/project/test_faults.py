@@ -136,11 +136,3 @@ def test_the_table_counts_injected_faults_by_the_outcomes_with_the_last_sources(
     assert "| 8 | once | 50 | 60 | 60 | 0.3 |\n| 8 | twice | 50 | 7 (*) | 7 | 0.4 |\n" in out
     assert "7 tests took 0 minutes in all, several at a time (load average 1.5 in the median, at most 1.5)." in page
     assert ("nothing here was measured on a GPU" in page) != torch.cuda.is_available()
-
-
-def test_it_is_an_error_to_collect_nothing(monkeypatch):
-    for status, out in ((5, "no tests ran"), (0, ""), (2, "tests/x.py::y\nerror")):
-        done = subprocess.CompletedProcess([], status, out)
-        monkeypatch.setattr(faults, "run_pytest", lambda *words, done=done, **more: done)
-        with pytest.raises(SystemExit, match="pytest collected"):
-            faults.collected()

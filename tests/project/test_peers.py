@@ -4,7 +4,6 @@ import json
 
 import numpy as np
 import pytest
-import torch
 from scipy import stats
 from test_tools import check
 
@@ -165,20 +164,6 @@ def test_equal_steps_for_all(compared):
     assert [(r["budget"], r["budget_steps"], r["env_steps"]) for r in stored] == [(0.0, 500, 500)] * 2
 
 
-def test_a_budget_of_steps_does_not_look_at_the_clock(tool, tmp_path):
-    pytest.importorskip("rsl_rl")
-    pytest.importorskip("stable_baselines3")
-    peers, courses = tool("peers.contenders"), tool("peers.course")
-    for name in ("pql:ppo", "rsl_rl:ppo", "sb3:ppo"):
-        settings = peers.contender(name).settings("pendulum")
-        rollout = 64 * 64 if name == "sb3:ppo" else None
-        course = courses.Course(courses.Budget(1e-3, 5_000))
-        peers.contender(name).train("pendulum", 1, course, settings)
-        (end,) = course.curve
-        assert 5_000 <= end["env_steps"] <= 5_000 + (rollout or 16_384)
-        assert end["updates"] > 0
-
-
 def test_a_course_evaluates_at_equal_parts_with_the_clock_standing_still(tool, monkeypatch):
     courses, now = tool("peers.course"), [100.0]
     monkeypatch.setattr(courses.time, "perf_counter", lambda: now[0])
@@ -224,24 +209,6 @@ def test_curves_are_read_between_evaluations_but_not_outside(report):
     assert report.timed({"curve": curve, "budget": 0.0, "budget_steps": 3000}) is curve
 
 
-def test_the_rate_of_a_run_with_points_is_that_of_its_last_part(compared):
-    slow = iter([1.0, 4.0, 2.0])
-
-    def trained(job, episodes, python):
-        if job.kind == "run":
-            curve = curve_of((9.0, job.budget.env_steps, 1, 1.0))
-        else:  # 10,000 random steps, then few
-            assert (job.points, job.budget.seconds) == (3, 30.0)
-            k = 100 * next(slow)
-            curve = curve_of((10.0, 10_000, 0, 0.0), (20.0, 10_000 + 10 * k, 1, 0.0), (30.0, 10_000 + 20 * k, 2, 0.0))
-        return {**job.facts(), **curve[-1], "curve": curve}
-
-    words = ["--by-steps", "--contenders", "sb3:sac", "--seconds", "90", "--seeds", "1", "--points", "4"]
-    *_, run = compared(trained, *words)
-    assert run["env_steps"] == 10_000 + 80 * 200  # not 90 * 14,000 / 30
-    assert (run["points"], run["budget"]) == (4, 90.0)
-
-
 def test_tables_by_seconds_and_by_env_steps_have_the_other_counts_beside(report):
     def run(contender, seed, *rows):
         facts = {"task": "hopper", "contender": contender, "seed": seed, "budget": 40.0, "budget_steps": None}
@@ -259,23 +226,6 @@ def test_tables_by_seconds_and_by_env_steps_have_the_other_counts_beside(report)
     assert "| hopper | skrl:sac | 19 | 25,000 | 49 | 35 | 35 | 35 | 2 |" in steps
     assert sum("skrl" in line for line in steps) == 1  # one of its runs begins after 10,000, one ends before 50,000
     assert report.curve_tables([{"task": "hopper", "contender": "pql:sac", "budget": 1.0}]) == ""
-
-
-def test_a_picture_shows_the_median_and_the_range_as_far_as_all_seeds_have_come(tool, tmp_path):
-    picture = tool("peers.picture")
-
-    def run(seed, ends, returns):
-        curve = [{"seconds": x, "env_steps": 10 * x, "return_mean": y} for x, y in zip(ends, returns, strict=True)]
-        return run_of("pql:pql2", "walker2d", seed, returns[-1]) | {"curve": curve}
-
-    runs = [run(0, (10, 20), (0, 100)), run(1, (5, 25), (30, 30)), run(2, (10, 20), (50, 250))]
-    grid, found = picture.band(runs, "seconds")
-    assert (grid[0], grid[-1]) == (10, 20)
-    assert found[:, [0, -1]].T.tolist() == [[0, 30, 50], [30, 100, 250]]
-    assert found[2, 100] == pytest.approx(np.interp(grid[100], (10, 20), (50, 250)))
-    pytest.importorskip("matplotlib")
-    picture.draw([*runs, *({**r, "task": "hopper"} for r in runs)], "env_steps", tmp_path / "new" / "steps.png")
-    assert (tmp_path / "new" / "steps.png").stat().st_size > 10_000
 
 
 def test_our_sizes_in_their_names(tool):
@@ -303,26 +253,3 @@ def test_contenders_by_group_and_our_presets_by_name(bench):
         bench.contender("pql:td3 device=cuda").settings("hopper")
     with pytest.raises(SystemExit, match=r"--contenders sb3:ddpg: on-policy, off-policy, .*pql:PRESET are allowed"):
         bench.named(["sb3:ddpg"])
-
-
-def test_points_on_the_way_of_a_pql_run_change_nothing(tool):
-    peers, courses = tool("peers.contenders"), tool("peers.course")
-
-    def acts(act):
-        return {"r": act({"policy": torch.linspace(-1, 1, 6).reshape(2, 3)}).tolist()}
-
-    def trained(points):
-        course = courses.Course(courses.Budget(0.0, 3_200), points, acts)
-        settings = peers.contender("pql:pql").settings("pendulum")
-        settings["words"] += ["logger.every_seconds=0.001", "algo.warmup_steps=8"]
-        peers.train_pql("pendulum", 1, course, settings)
-        return course.curve
-
-    one, several = trained(1), trained(4)
-    assert len(one) == 1 < len(several) <= 4
-    assert {k: v for k, v in several[-1].items() if k != "seconds"} == {
-        k: v for k, v in one[0].items() if k != "seconds"
-    }
-    assert [p["env_steps"] for p in several] == sorted({p["env_steps"] for p in several})
-    assert [p["updates"] for p in several] == sorted({p["updates"] for p in several})
-    assert len({str(p["r"]) for p in several}) == len(several)

@@ -217,14 +217,3 @@ def test_a_run_counts_its_steps_and_updates_and_depends_on_its_seed_alone(tool, 
     again = trained(points=1)
     assert {**again[-1], "seconds": 0} == {**curve[-1], "seconds": 0}  # evaluations on the way change nothing
     assert trained(points=1, seed=2)[-1]["action"] != curve[-1]["action"]
-
-
-def test_sbx_takes_our_sizes(tool):
-    pytest.importorskip("sbx")
-    settings = tool("peers.contenders").contender("sbx:sac-ours").settings("pendulum")
-    model, act = tool("peers.contenders").sb3_model(counter(), 1, settings)
-    algo = compose(["task=pendulum", "algo=sac", "device=cpu"]).algo
-    assert (model.gradient_steps, model.policy_delay) == (algo.v_per_step, 1 / algo.p_per_v)
-    assert (model.policy.net_arch_pi, model.policy.net_arch_qf) == (algo.policy.hidden, algo.critic.hidden)
-    assert (model.learning_rate, model.qf_learning_rate) == (algo.policy.lr, algo.critic.lr)
-    assert act({"policy": torch.zeros(3, 2)}).shape == (3, 2)
