@@ -191,19 +191,3 @@ def test_angles_are_within_half_a_turn() -> None:
     seen = task.angles(yaw, roll, torch.tensor([-0.5, 0.5]))
     expected = [[3.0, 0.1, 2 * math.pi - 3.5], [-3.0, 0.2, 3.5 - 2 * math.pi]]
     torch.testing.assert_close(seen, torch.tensor(expected))
-
-
-def test_at_rest_nothing_pulls_on_the_feet() -> None:
-    """The wrench is a net wrench: a body lying still has none, with any number of contacts."""
-    env = build("isaac_humanoid", 1, max_episode_steps=2000)
-    env.reset(seed=0)
-    model, data = env.model, mujoco.MjData(env.model)
-    data.qpos[2] = 0.3
-    data.qpos[3:7] = [math.sqrt(0.5), 0, math.sqrt(0.5), 0]  # on its belly
-    mujoco.mj_step(model, data, 4000)
-    mujoco.mj_forward(model, data)
-    assert np.abs(data.qvel).max() < 0.05
-    assert isinstance(env.task, IsaacHumanoid)
-    felt = env.task.wrenches({"sensordata": torch.tensor(data.sensordata)[None]})
-    assert felt.shape == (1, 12)
-    assert felt.abs().max() < 0.5  # N and Nm; a foot weighs 11 N
