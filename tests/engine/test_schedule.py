@@ -72,20 +72,6 @@ def test_statistics_of_batch_norm_are_one_tick_old_where_others_use_them():
                 assert not torch.equal(copy[k], own[k])
 
 
-@pytest.mark.parametrize(
-    "task",
-    [{"name": "halfcheetah", "kwargs": {"threads": 1}}, {"name": "counter"}, {"name": "lqr"}],
-    ids=lambda t: t["name"],
-)
-def test_order_cannot_matter_on_other_environments(task):
-    if task["name"] == "halfcheetah":
-        pytest.importorskip("mujoco")
-    config = small_config(task=task)
-    reference = bits(run(config, Inline(ORDERS[0]), FEW))
-    assert differences(reference, bits(run(config, Inline(ORDERS[-1]), FEW))) == []
-    assert differences(reference, bits(run(config, Threads(("v", "p", "collector")), FEW))) == []
-
-
 def late(job, delays, count):
     time.sleep(next(delays))
     job(count)

@@ -10,7 +10,7 @@ from torch import Tensor
 # ruff: noqa: E402
 mujoco = pytest.importorskip("mujoco")  # first: the imports below need it
 
-from mujoco_runs import build, needs
+from mujoco_runs import build, needs, quat
 
 from pql.envs.mujoco import TASKS
 from pql.envs.mujoco.env import MujocoVec
@@ -25,10 +25,6 @@ pytestmark = [
     needs("shadow_hand", "allegro_hand"),
 ]
 DOUBLE = torch.float64
-
-
-def quat(axis: tuple[float, float, float], angle: float) -> Tensor:
-    return torch.tensor([math.cos(angle / 2), *(math.sin(angle / 2) * a for a in axis)], dtype=DOUBLE)
 
 
 def task_of(env: MujocoVec) -> Reorient:
