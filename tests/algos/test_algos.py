@@ -10,7 +10,7 @@ import torch
 from conftest import go_on, small_config, start
 from oracles import AdamW as SlowAdamW
 from oracles import bin_masses, c51_projection, tanh_gaussian_log_prob
-from torch.nn import functional as F
+from plain_nets import separate
 
 from pql.algos import critics, ddpg, sac
 from pql.config import DdpgConfig, SacConfig
@@ -131,31 +131,20 @@ def generator():
 
 
 class Plain:
-    """A network of this file written out: [[(weight, bias), ...] of each member], float64 leaves."""
+    """A network of this file as separate ones in float64, one for each member."""
 
     def __init__(self, net):
-        layers = [m for m in net.net if hasattr(m, "weight")]
-        self.ensemble = isinstance(layers[0], EnsembleLinear)
-        self.members = []
-        for e in range(len(layers[0].weight) if self.ensemble else 1):
-            pairs = [(m.weight[e].T, m.bias[e, 0]) if self.ensemble else (m.weight, m.bias) for m in layers]
-            self.members.append([tuple(t.detach().double().clone().requires_grad_() for t in p) for p in pairs])
+        self.ensemble = isinstance(net.net[0], EnsembleLinear)
+        count = len(net.net[0].weight) if self.ensemble else 1
+        self.members = [separate(net, e if self.ensemble else None) for e in range(count)]
 
     def __call__(self, x, e=0):
-        for i, (weight, bias) in enumerate(self.members[e]):
-            x = x @ weight.T + bias
-            x = F.elu(x) if i + 1 < len(self.members[e]) else x
-        return x
+        return self.members[e](x)
 
     def flat(self, what):
         """Values or gradients in the order of the library's flat tensor, as a list."""
-        out = []
-        for i in range(len(self.members[0])):
-            for j in range(2):
-                for one in self.members:
-                    t = what(one[i][j])
-                    out.append((t.T if self.ensemble and j == 0 else t).reshape(-1))
-        return torch.cat(out).tolist()
+        ones = [what(p) for same in zip(*(m.parameters() for m in self.members), strict=True) for p in same]
+        return torch.cat([(t.T if self.ensemble and t.dim() == 2 else t).reshape(-1) for t in ones]).tolist()
 
     def values(self):
         return self.flat(lambda t: t.detach())
@@ -328,38 +317,6 @@ def test_both_targets_move_with_the_delayed_policy_update(monkeypatch):
     assert seen == ["v", "v+", "p+"] * 9
 
 
-def test_the_target_is_the_lower_of_the_ensemble():
-    """Raise one member of the target by a lot: where it was the lower one the other takes over, elsewhere nothing."""
-    losses = {}
-    for member in (None, 0, 1):
-        state = value_state()
-        if member is not None:
-            with torch.no_grad():
-                list(state.target.module.parameters())[-1][member].add_(1000.0)
-        losses[member] = ddpg.ddpg_value_update(state, make_batch(), settings_of(), generator())["loss/critic"]
-    assert max(losses.values()) < 100  # a target of 1000 would cost a million
-    assert len({x.item() for x in losses.values()}) == 3
-
-
-def test_a_random_subset_of_the_ensemble_forms_the_target():
-    """With one of two critics drawn, the target is one member's or the other's; with both, it is the lower one's."""
-    batch, losses = make_batch(), {}
-    for subset, seed in ((None, 0), (2, 0), *((1, seed) for seed in range(12))):
-        gen = torch.Generator().manual_seed(seed)
-        settings = settings_of(critic={"subset": subset})
-        losses[subset, seed] = ddpg.ddpg_value_update(value_state(), batch, settings, gen)["loss/critic"].item()
-    alone = []
-    for member in (0, 1):
-        state = value_state()
-        with torch.no_grad():  # the other one is so high that it is never the lower
-            list(state.target.module.parameters())[-1][1 - member].add_(1e4)
-        alone.append(ddpg.ddpg_value_update(state, batch, settings_of(), generator())["loss/critic"].item())
-    drawn = {losses[1, seed] for seed in range(12)}
-    assert sorted(drawn) == pytest.approx(sorted(alone), rel=1e-5)
-    assert losses[2, 0] == pytest.approx(losses[None, 0], rel=1e-6)
-    assert losses[None, 0] not in drawn
-
-
 @pytest.mark.parametrize("atoms", [None, ATOMS], ids=["scalar", "c51"])
 @pytest.mark.parametrize("reduce", ["min", "mean"])
 def test_two_of_ten_critics_form_the_target_of_all(reduce, atoms):
@@ -446,18 +403,6 @@ def test_a_penalty_on_what_the_tanh_takes():
     check_step(state.policy, ddpg.ddpg_policy_update(state, batch, settings, generator()), "policy", plain, loss)
 
 
-def test_with_the_penalty_a_saturated_policy_comes_back():
-    """Its tanh is 1 to the last bit, so what the critic wants reaches it no more: the penalty alone does."""
-    for penalty, slope in ((0.0, 0.0), (0.01, 2 * 0.01 * 20)):  # d/du of penalty * u^2
-        state, batch = policy_state(), obs_part(make_batch())
-        shares = ddpg.loss_share(batch.mask, batch.weight).sum().item()
-        last = state.policy.module.net[-1]
-        last.weight.data.zero_()
-        last.bias.data.fill_(20.0)
-        ddpg.ddpg_policy_update(state, batch, settings_of(policy={"saturation_penalty": penalty}), generator())
-        torch.testing.assert_close(last.bias.grad.sum().item(), slope * shares, atol=1e-6, rtol=1e-5)
-
-
 @pytest.mark.parametrize("atoms", [None, ATOMS], ids=["scalar", "c51"])
 def test_sac_policy_update(atoms):
     state, batch = sac_policy_state(atoms), obs_part(make_batch())
@@ -533,19 +478,6 @@ def test_masked_rows_have_no_influence_at_all(name):
     for a, b in zip(leaves(one.state_dict()), leaves(two.state_dict()), strict=True):
         assert torch.equal(a, b)
     assert {k: v.item() for k, v in metrics.items()} == {k: v.item() for k, v in again.items()}
-
-
-@pytest.mark.parametrize("name", ["c51 value", "ddpg policy"])
-def test_a_masked_batch_equals_the_smaller_one(name):
-    """sum(mask * l) / sum(mask): the mean over the rows that count, not over all."""
-    batch = make_batch()
-    rest = Batch(*({k: v[8:] for k, v in f.items()} if isinstance(f, dict) else f[8:] for f in batch))
-    one, metrics = run_case(name, batch)
-    two, again = run_case(name, rest)
-    for a, b in zip(leaves(one.state_dict()), leaves(two.state_dict()), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
-    for k, v in metrics.items():
-        assert v.item() == pytest.approx(again[k].item(), rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -207,18 +207,6 @@ def test_an_update_is_the_papers(variant):
     assert metrics["value/td_error"].item() == pytest.approx(sum(kept) / len(kept), rel=1e-3)
 
 
-@pytest.mark.parametrize("variant", ["dqn", "c51"])
-def test_double_chooses_by_the_network_that_is_trained(variant):
-    batch, kwargs = make_batch(), {k: v for k, v in VARIANTS[variant].items() if k == "atoms"}
-    net, target_net = network(0, **kwargs), network(1, **kwargs)
-    ahead = target_net.values(batch.next_obs)
-    plain = dqn.choose(net, ahead, settings_of({}), batch)
-    double = dqn.choose(net, ahead, settings_of({"double": True}), batch)
-    assert torch.equal(plain, ahead.argmax(-1))
-    assert torch.equal(double, net.values(batch.next_obs).argmax(-1))
-    assert (plain != double).sum() > 5
-
-
 def test_the_munchausen_bonus_is_clipped_below_and_never_above_zero():
     values = torch.tensor([[0.0, 0.0, 0.0], [1.0, 0.0, 0.0], [1.0, 0.0, 0.0], [0.1, 0.09, 0.0]])
     action = torch.tensor([0, 0, 1, 1])
@@ -246,26 +234,6 @@ def test_quantiles_are_drawn_anew_for_every_update():
     assert len({*losses}) == 3
 
 
-def test_hubers_numbers():
-    error = torch.tensor([-3.0, -1.0, -0.5, 0.0, 0.25, 1.0, 2.0], requires_grad=True)
-    loss = dqn.huber(error, 1.0)
-    assert loss.tolist() == [2.5, 0.5, 0.125, 0.0, 0.03125, 0.5, 1.5]
-    loss.sum().backward()
-    assert error.grad.tolist() == [-1.0, -1.0, -0.5, 0.0, 0.25, 1.0, 1.0]  # the error, clipped to +-1
-    assert dqn.huber(error, 2.0)[0] == 4.0
-    assert dqn.huber(error, None)[0] == 4.5
-
-
-def test_masked_rows_change_nothing():
-    batch, other = make_batch(), make_batch()
-    other.obs["policy"][:8] = 50.0
-    other.reward[:8] = -70.0
-    states = [state_of({}), state_of({})]
-    for state, rows in zip(states, (batch, other), strict=True):
-        dqn.dqn_update(state, rows, settings_of({}), generator())
-    assert torch.equal(states[0].q.data, states[1].q.data)
-
-
 @pytest.mark.parametrize("period", [1, 3])
 def test_the_target_is_copied_after_every_period_and_stays_in_between(period):
     state = state_of({}, period=period)
@@ -278,15 +246,6 @@ def test_the_target_is_copied_after_every_period_and_stays_in_between(period):
         else:
             assert torch.equal(state.target.data, before)
     assert state.clock.updates == 7
-
-
-def test_the_clock_is_part_of_the_state():
-    one, two = state_of({}, period=3), state_of({}, period=3)
-    for _ in range(2):
-        dqn.dqn_update(one, make_batch(), settings_of({}), generator())
-    two.load_state_dict(one.state_dict())
-    dqn.dqn_update(two, make_batch(), settings_of({}), generator())
-    assert torch.equal(two.target.data, two.q.data)
 
 
 def test_both_networks_of_a_noisy_pair_have_noise_of_their_own_drawn_for_this_update():

@@ -22,7 +22,7 @@ from pql.envs.toy import Counter
 from pql.errors import ConfigError
 from pql.run.build import build
 from pql.run.episodes import run_episodes
-from pql.run.policy import fresh_policy, load_policy, policy_of, snapshot
+from pql.run.policy import fresh_policy, load_policy, snapshot
 from pql.run.session import Session
 from pql.run.store import checkpoint
 
@@ -232,15 +232,6 @@ def test_evaluation_forgets_between_episodes():
     assert calls == [None, False, False, False, False, False, True]
 
 
-def test_policies_are_found_in_both_kinds_of_checkpoint(tmp_path):
-    run(*words(tmp_path, "task=recall", "algo.lstm=4", "budget.env_steps=500"))
-    last = load_policy(tmp_path).state_dict()
-    tensors, facts = checkpoint.load(points(tmp_path)[-1])
-    assert facts["kind"] == "resume"
-    found = policy_of(tensors, facts, "cpu").state_dict()
-    assert differences(checkpoint.flatten(last), checkpoint.flatten(found)) == []
-
-
 def test_a_new_run_starts_from_old_weights(tmp_path):
     run(*words(tmp_path / "a", "task=pendulum", "budget.env_steps=1000"))
     old = checkpoint.load(points(tmp_path / "a")[-1])[0]
@@ -342,13 +333,6 @@ def test_a_lost_life_ends_returns_and_no_memory(lstm):
         params, _ = ppo.evaluate_minibatch(state.net, batch)
     ratio = torch.exp(state.net.policy.dist.log_prob(params, batch.action) - batch.log_prob)
     assert (ratio - 1).abs().max() < 1e-5
-
-
-def test_a_live_environment_is_trained_on(tmp_path):
-    env = pql.make_env("cartpole", num_envs=16)
-    small = [w for w in WORDS if not w.startswith(("num_envs", "device"))]
-    summary = pql.train(*small, f"run_dir={tmp_path}", "budget.env_steps=1000", env=env, quiet=True)
-    assert summary.env_steps == 16 * (8 + 4 * 14)
 
 
 def test_private_weights_are_the_published_ones():

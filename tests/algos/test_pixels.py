@@ -217,11 +217,6 @@ IMAGES = {"policy": ObsSpec((3, 20, 20), torch.uint8), "depth": ObsSpec((16, 20)
             "critic none (algo.policy.obs, algo.critic.obs)",
         ),
         (
-            {"policy": {"obs": ["critic"]}, "critic": {"obs": ["critic"]}},
-            "algo.policy.encoder=critic: expected own, or the same images for both: the policy reads none, the "
-            "critic none (algo.policy.obs, algo.critic.obs)",
-        ),
-        (
             {"critic": {"obs": ["policy", "depth", "critic"]}},
             "algo.policy.encoder=critic: expected own, or the same images for both: the policy reads policy, the "
             "critic depth, policy (algo.policy.obs, algo.critic.obs)",

@@ -241,11 +241,6 @@ def test_concurrent_workers_give_the_same_bits_in_any_order_and_on_threads():
     assert differences(reference, bits(run(replace(config, seed=4))))
 
 
-def test_alternating_groups_give_the_bits_of_one_after_the_other():
-    turns, serial = (bits(run(config_of({"placement": {"groups": 2, "overlap": o}}))) for o in (True, False))
-    assert differences(turns, serial) == []
-
-
 WORDS = (
     *("task=tmaze", "task.kwargs.length=3", "algo=r2d2", *run_files.QUICK, "num_envs=8", "replay.capacity=960"),
     *("algo.batch_size=6", "algo.n_step=2", "algo.warmup_steps=16", "algo.lstm=8", "algo.burn_in=3", "algo.length=8"),
@@ -341,17 +336,6 @@ def test_a_network_that_sees_observations_alone():
     parts = run(config_of({"feedback": False}), ticks=2)
     assert {*parts.env.spec.obs} == {"policy"}
     assert parts.collector.actor.policy.groups == ("policy",)
-
-
-def test_a_run_starts_from_another_ones_network(tmp_path):
-    train(tmp_path / "a", "budget.env_steps=600")
-    words = [*WORDS, "budget.env_steps=600", f"init_from={tmp_path / 'a'}"]
-    session = Session(compose([*words, f"run_dir={tmp_path / 'b'}"]), quiet=True)
-    old = load_policy(tmp_path / "a").state_dict()["policy"]
-    assert all(torch.equal(v, old[k]) for k, v in session.parts.learners["v"].state.q.state_dict().items())
-    session.closing.close()
-    with pytest.raises(ConfigError, match=r"algo\.lstm=4: expected 8, as in init_from"):
-        Session(compose([*words, "algo.lstm=4", f"run_dir={tmp_path / 'c'}"]), quiet=True)
 
 
 # -- networks and settings --------------------------------------------------------------------------------------------

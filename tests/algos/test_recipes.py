@@ -15,6 +15,7 @@ import pytest
 import torch
 from conftest import make_networks, start, ticks
 from oracles import c51_projection
+from plain_nets import Norm, Rms, separate
 from torch import nn
 from torch.nn import functional as F
 
@@ -26,8 +27,8 @@ from pql.engine.executors import Inline
 from pql.engine.flat import Flat
 from pql.errors import ConfigError
 from pql.nets.encoders import lend_encoder
-from pql.nets.layers import BatchNorm, EnsembleLayerNorm, EnsembleLinear, EnsembleRMSNorm, batch_statistics
-from pql.nets.mlp import BatchNormBlock, Layers, ResidualBlock, mlp
+from pql.nets.layers import BatchNorm, batch_statistics
+from pql.nets.mlp import Layers, mlp
 from pql.run.store.checkpoint import flatten
 from pql.types import Batch, ObsBatch
 
@@ -334,79 +335,6 @@ def test_fasttd3():
 # -- recipes with a Gaussian policy ------------------------------------------------------------------------------------
 
 
-class Norm(nn.Module):
-    """BatchNorm of one network in float64, written out; the same values for training and for evaluation."""
-
-    def __init__(self, gain, bias):
-        super().__init__()
-        self.gain, self.bias = nn.Parameter(gain.clone()), nn.Parameter(bias.clone())
-        self.mean, self.var = torch.zeros(len(gain)).double(), torch.ones(len(gain)).double()
-        self.training_mode = False
-
-    def forward(self, x):
-        mean, var = self.mean, self.var
-        if self.training_mode:
-            mean = x.sum(0) / len(x)
-            var = ((x - mean) ** 2).sum(0) / len(x)
-            with torch.no_grad():
-                self.mean = 0.99 * self.mean + 0.01 * mean
-                self.var = 0.99 * self.var + 0.01 * var * len(x) / (len(x) - 1)
-        return (x - mean) / torch.sqrt(var + 1e-5) * self.gain + self.bias
-
-
-class Rms(nn.Module):
-    """RMSNorm, written out."""
-
-    def __init__(self, gain):
-        super().__init__()
-        self.gain = nn.Parameter(gain.clone())
-
-    def forward(self, x):
-        return x / torch.sqrt((x**2).mean(-1, keepdim=True) + 1e-6) * self.gain
-
-
-class Around(nn.Module):
-    """A block's sum with its input."""
-
-    def __init__(self, *layers):
-        super().__init__()
-        self.inner = nn.Sequential(*layers)
-
-    def forward(self, x):
-        return x + self.inner(x)
-
-
-def alone(module: nn.Module, e: int | None) -> nn.Module:
-    """Member ``e`` of an ensemble's layer, or a plain layer, as a network of its own with a copy of the weights."""
-    if isinstance(module, EnsembleLinear | nn.Linear):
-        weight = module.weight.data if e is None else module.weight.data[e].T
-        layer = nn.Linear(weight.shape[1], weight.shape[0], bias=module.bias is not None, dtype=torch.float64)
-        layer.weight.data = weight.clone()
-        if module.bias is not None:
-            layer.bias.data = (module.bias.data if e is None else module.bias.data[e, 0]).clone()
-        return layer
-    pick = (lambda t: t) if e is None else (lambda t: t[e, 0])
-    if isinstance(module, BatchNorm):
-        layer = Norm(pick(module.weight.data), pick(module.bias.data))
-        layer.mean, layer.var = pick(module.running_mean).clone(), pick(module.running_var).clone()
-        return layer
-    if isinstance(module, nn.RMSNorm | EnsembleRMSNorm):
-        return Rms(pick(module.weight.data))
-    if isinstance(module, nn.LayerNorm | EnsembleLayerNorm):
-        layer = nn.LayerNorm(module.weight.shape[-1], dtype=torch.float64)
-        layer.weight.data, layer.bias.data = pick(module.weight.data).clone(), pick(module.bias.data).clone()
-        return layer
-    if isinstance(module, BatchNormBlock):
-        return Around(*(alone(m, e) for m in (*module.up, *module.down)))
-    if isinstance(module, ResidualBlock):
-        return Around(*(alone(m, e) for m in (module.norm, module.up, module.activation, module.down)))
-    return {"ReLU": nn.ReLU, "SiLU": nn.SiLU}[type(module).__name__]()
-
-
-def separate(net: nn.Module, e: int | None = None) -> nn.Sequential:
-    return nn.Sequential(*(alone(module, e) for module in net.net))
-
-
 def members(ensemble: Flat) -> list[nn.Sequential]:
     """Return the two critics of an ensemble as networks of their own, with copies of its weights."""
     return [separate(ensemble.module, e) for e in range(2)]
@@ -444,6 +372,36 @@ def sampled(net, obs, gen, low, high, clip=False, scale=(1.0,)):
     return torch.tanh(before), log_prob.sum(-1)
 
 
+class Eye(nn.Module):
+    """Squint's encoder in float64: averages over areas, two convolutions, Linear, LayerNorm, tanh."""
+
+    def __init__(self, weights, side):
+        super().__init__()
+        self.weights, self.side = nn.ParameterList([nn.Parameter(w.clone()) for w in weights]), side
+
+    def forward(self, x):
+        w = self.weights
+        x = F.interpolate(x, (self.side, self.side), mode="area")
+        x = F.relu(F.conv2d(x, w[0], w[1], stride=2))
+        x = F.relu(F.conv2d(x, w[2], w[3]))
+        x = F.linear(x.flatten(1), w[4], w[5])
+        return torch.tanh(F.layer_norm(x, x.shape[-1:], w[6], w[7]))
+
+
+def eye_of(net):
+    return Eye([p.data for p in net.encoder.parameters()], 10)
+
+
+IMAGES = (3, 20, 24)
+
+
+def image_batches(gen):
+    """Random batches of images in float64 without end."""
+    for batch in batches(gen):
+        obs, next_obs = ({"policy": torch.rand(B, *IMAGES, generator=gen).double()} for _ in range(2))
+        yield batch._replace(obs=obs, next_obs=next_obs)
+
+
 HALF_LOG = 0.5 * math.log(2 * math.pi * math.e)  # entropy of a standard normal
 GAUSSIAN = {
     # target, reduction for the policy, norm of weights, betas, decay, tau, target entropy per action, log std's range,
@@ -453,7 +411,9 @@ GAUSSIAN = {
     "fastsac": ("own", "mean", "none", (0.9, 0.95), 0.001, 0.125, 0.0, (-5, 0), 0.001, 20),
     "simba_sac": ("scalar", "min", "none", (0.9, 0.999), 0.01, 0.005, -0.5, (-10, 2), 0.01, 0),
     "pql2": ("lower", "mean", "none", (0.9, 0.95), 0.001, 0.05, -0.5, (-5, 0), 0.1, 3),
+    "squint": ("own", "mean", "none", (0.9, 0.999), 0.0, 0.01, -1.0, (-5, 2), 1.0, 20),
 }
+SMALL_EYE = ["algo.encoder.size=10", "algo.encoder.channels=[4,6]", "algo.encoder.features=5"]
 
 
 def rate(name, update):
@@ -462,7 +422,7 @@ def rate(name, update):
         return 3e-4 * (0.5 + 0.5 * 0.5 * (1 + math.cos(math.pi * update / 40)))
     if name == "xqc":
         return 3e-4 * (0.1 + 0.9 * (1 - update / 40))
-    return {"fastsac": 3e-4, "simba_sac": 1e-4, "pql2": 1e-3}[name]
+    return {"fastsac": 3e-4, "simba_sac": 1e-4, "pql2": 1e-3, "squint": 3e-4}[name]
 
 
 @pytest.mark.parametrize("name", ["flashsac", "pql2"])
@@ -477,19 +437,25 @@ def test_atoms_span_up_to_twice_the_returns_that_the_cap_admits(name):
 def test_gaussian_recipes(name):
     """Losses, gradients, weights, running statistics and temperature over 20 updates, with bounds other than +-1.
 
-    Ours has the temperature in float32.
+    Ours has the temperature in float32. The critics' loss alone trains Squint's encoder, by Adam like all else; its
+    target networks have an average of it.
     """
     kind, reduce, unit, betas, decay, tau, entropy, span, first, bound = GAUSSIAN[name]
     words = [] if kind == "scalar" else ["algo.critic.atoms=11"]
     residual = name in ("flashsac", "simba_sac")
     hidden = ("algo.critic.hidden=[6]", "algo.policy.hidden=[4]") if residual else ()
     horizon = ["algo.lr_updates=40"] if name in ("flashsac", "xqc") else []
-    config, value, improve = learners(f"algo={name}", *words, *hidden, *horizon, spec=JOINTS)
+    seeing = name == "squint"
+    spec = dataclasses.replace(JOINTS, obs={"policy": ObsSpec(IMAGES)}) if seeing else JOINTS
+    images = ["scale=gpu", "algo.amp=false", *SMALL_EYE] if seeing else []
+    config, value, improve = learners(f"algo={name}", *words, *hidden, *horizon, *images, spec=spec)
+    eye, old = (eye_of(net.module) if seeing else nn.Identity() for net in (value.state.critic, value.state.target))
     shape = {"clip": name == "xqc", "scale": (1.0, 4.0, 20.0) if name == "fastsac" else (1.0,)}
     critics, targets, actor = members(value.state.critic), members(value.state.target), separate(value.state.policy)
     assert config.algo.alpha == first
     alpha = nn.Parameter(torch.tensor([first]).double().log())
-    critic_optim = torch.optim.AdamW([p for c in critics for p in c.parameters()], 1.0, betas, weight_decay=decay)
+    trained = [p for net in (*critics, eye) for p in net.parameters()]
+    critic_optim = torch.optim.AdamW(trained, 1.0, betas, weight_decay=decay)
     actor_optim = torch.optim.AdamW(actor.parameters(), 1.0, betas, weight_decay=decay)
     alpha_optim = torch.optim.AdamW([alpha], 1.0, betas, weight_decay=0.0)
     atoms = torch.linspace(-bound, bound, 11).double()
@@ -505,22 +471,22 @@ def test_gaussian_recipes(name):
         alpha_optim.step()
 
     exchange(value, improve)
-    for update, batch in enumerate(itertools.islice(batches(gen), UPDATES)):
+    for update, batch in enumerate(itertools.islice((image_batches if seeing else batches)(gen), UPDATES)):
         metrics = value.update(value.state, batch, value.settings, noise)
         obs, ahead = batch.obs["policy"], batch.next_obs["policy"]
         now_alpha = alpha.detach().exp()
         with torch.no_grad():
-            action, log_prob = sampled(set_mode(actor, False), ahead, theirs, *span, **shape)
-        pair = torch.cat((torch.cat((obs, batch.action), 1), torch.cat((ahead, action), 1)))
+            action, log_prob = sampled(set_mode(actor, False), eye(ahead), theirs, *span, **shape)
 
-        def heads(nets, pair=pair):
+        def heads(nets, encode, pairs=((obs, batch.action), (ahead, action))):
             """Outputs for both halves; networks with BatchNorm see them as one batch."""
+            pair = torch.cat([torch.cat((encode(seen), done), 1) for seen, done in pairs])
             if batch_norm:
                 return [set_mode(net, True)(pair) for net in nets]
             return [torch.cat((net(pair[:B]), net(pair[B:]))) for net in nets]
 
         with torch.no_grad():
-            future = [out[B:] for out in heads(targets)]
+            future = [out[B:] for out in heads(targets, old)]
             bonus = -now_alpha * log_prob
             if kind == "scalar":
                 lowest = torch.min(future[0], future[1])[:, 0]
@@ -534,7 +500,7 @@ def test_gaussian_recipes(name):
                     support = [float(batch.reward[i] + batch.discount[i] * (z + bonus[i])) for z in atoms]
                     for goal, p in zip(goals, probs, strict=True):
                         goal[i] = torch.tensor(c51_projection(support, p.tolist(), atoms.tolist()))
-        outs = [out[:B] for out in heads(critics)]
+        outs = [out[:B] for out in heads(critics, eye)]
         if kind == "scalar":
             loss = sum(((out[:, 0] - goal) ** 2).mean() for out, goal in zip(outs, goals, strict=True))
         else:
@@ -542,21 +508,24 @@ def test_gaussian_recipes(name):
             loss = sum(-(goal * log).sum(-1).mean() for goal, log in zip(goals, logs, strict=True))
         critic_optim.zero_grad()
         loss.backward()
-        assert_same_loss(metrics, "critic", loss, critics, 1e-6)
+        assert_same_loss(metrics, "critic", loss, [*critics, eye], 1e-6)
         assert_same_gradients(value.state.critic.module, critics)
+        for p, q in zip(encoded(value.state.critic), eye.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-6, atol=1e-7)
         critic_optim.param_groups[0]["lr"] = rate(name, update)
         critic_optim.step()
         for net in critics:
             normalize_weights(net, unit)
-        follow(targets, critics, tau)
-        if name in ("fastsac", "pql2"):
+        follow((old, *targets), (eye, *critics), tau)
+        if name in ("fastsac", "pql2", "squint"):
             temper(log_prob, update)
         exchange(value, improve)
         if update % every == every - 1:
             part = ObsBatch(batch.obs, batch.mask, batch.weight)
             metrics = improve.update(improve.state, part, improve.settings, noise)
-            action, log_prob = sampled(set_mode(actor, batch_norm), obs, theirs, *span, **shape)
-            x = torch.cat((obs, action), 1)
+            seen = eye(obs).detach()
+            action, log_prob = sampled(set_mode(actor, batch_norm), seen, theirs, *span, **shape)
+            x = torch.cat((seen, action), 1)
             outs = [set_mode(critic, False)(x) for critic in critics]
             q = torch.stack([out[:, 0] if kind == "scalar" else F.softmax(out, -1) @ atoms for out in outs])
             q = q.mean(0) if reduce == "mean" else q.min(0).values
@@ -569,13 +538,21 @@ def test_gaussian_recipes(name):
             actor_optim.step()
             normalize_weights(actor, unit)
             assert metrics["loss/policy"].item() == pytest.approx(loss.item(), abs=1e-6)
-            if name not in ("fastsac", "pql2"):
+            if name not in ("fastsac", "pql2", "squint"):
                 temper(log_prob, step)
             exchange(value, improve)
             assert metrics["policy/alpha"].item() == pytest.approx(alpha.exp().item(), abs=1e-6)
     assert_same(value.state.critic.module, critics)
     assert_same(value.state.target.module, targets, statistics=False)  # those of a target network are never read
     assert_same(improve.state.policy.module, [actor])
+    for net, its in ((value.state.critic, eye), (value.state.target, old), (improve.state.policy, eye)):
+        for p, q in zip(encoded(net), its.parameters(), strict=True):
+            torch.testing.assert_close(p.data, q.data, rtol=0, atol=1e-6)
+
+
+def encoded(flat: Flat) -> list[nn.Parameter]:
+    """Weights of a network's encoder, if it has one."""
+    return [] if flat.module.encoder is None else list(flat.module.encoder.parameters())
 
 
 def assert_same_gradients(ours: nn.Module, theirs: list[nn.Sequential]):
@@ -703,107 +680,6 @@ def test_projected_targets_need_atoms():
             compose(["device=cpu", *words, "algo.critic.target=projected"])
 
 
-# -- Squint ------------------------------------------------------------------------------------------------------------
-
-
-class Eye(nn.Module):
-    """Squint's encoder in float64: averages over areas, two convolutions, Linear, LayerNorm, tanh."""
-
-    def __init__(self, weights, side):
-        super().__init__()
-        self.weights, self.side = nn.ParameterList([nn.Parameter(w.clone()) for w in weights]), side
-
-    def forward(self, x):
-        w = self.weights
-        x = F.interpolate(x, (self.side, self.side), mode="area")
-        x = F.relu(F.conv2d(x, w[0], w[1], stride=2))
-        x = F.relu(F.conv2d(x, w[2], w[3]))
-        x = F.linear(x.flatten(1), w[4], w[5])
-        return torch.tanh(F.layer_norm(x, x.shape[-1:], w[6], w[7]))
-
-
-def eye_of(net):
-    return Eye([p.data for p in net.encoder.parameters()], 10)
-
-
-def image_batches(gen, shape):
-    """Random batches of images in float64 without end."""
-    for batch in batches(gen):
-        obs, next_obs = ({"policy": torch.rand(B, *shape, generator=gen).double()} for _ in range(2))
-        yield batch._replace(obs=obs, next_obs=next_obs)
-
-
-def test_squint():
-    """Losses, temperature and weights over 20 updates, the policy's at every fourth one.
-
-    The critics' loss alone trains the encoder, by Adam like all else; the target networks have an average of it.
-    """
-    shape = (3, 20, 24)
-    spec = EnvSpec("made up", 8, {"policy": ObsSpec(shape)}, Box(A), CPU)
-    small = ("algo.encoder.size=10", "algo.encoder.channels=[4,6]", "algo.encoder.features=5")
-    config, value, improve = learners(
-        "algo=squint", "scale=gpu", "algo.amp=false", *small, "algo.critic.atoms=11", spec=spec
-    )
-    algo = config.algo
-    assert (algo.gamma, algo.batch_size, algo.n_step, algo.alpha) == (0.9, 512, 1, 1)
-    eye, old = eye_of(value.state.critic.module), eye_of(value.state.target.module)
-    critics, targets, actor = members(value.state.critic), members(value.state.target), separate(value.state.policy)
-    alpha = nn.Parameter(torch.zeros(1).double())  # log(1)
-    critic_optim = torch.optim.Adam([p for net in (eye, *critics) for p in net.parameters()], 3e-4)
-    actor_optim, alpha_optim = torch.optim.Adam(actor.parameters(), 3e-4), torch.optim.Adam([alpha], 3e-4)
-    atoms = torch.linspace(-20, 20, 11).double()
-    gen, noise, theirs = (torch.Generator().manual_seed(seed) for seed in (5, 1, 1))
-    exchange(value, improve)
-    for update, batch in enumerate(itertools.islice(image_batches(gen, shape), UPDATES)):
-        metrics = value.update(value.state, batch, value.settings, noise)
-        obs, ahead = batch.obs["policy"], batch.next_obs["policy"]
-        with torch.no_grad():
-            action, log_prob = sampled(actor, eye(ahead), theirs, -5, 2)
-            goals = [torch.empty(B, 11).double() for _ in range(2)]
-            for goal, target in zip(goals, targets, strict=True):
-                probs = F.softmax(target(torch.cat((old(ahead), action), 1)), -1)
-                for i, bonus in enumerate(-alpha.exp() * log_prob):
-                    support = [float(batch.reward[i] + batch.discount[i] * (z + bonus)) for z in atoms]
-                    goal[i] = torch.tensor(c51_projection(support, probs[i].tolist(), atoms.tolist()))
-        x = torch.cat((eye(obs), batch.action), 1)
-        logs = [F.log_softmax(critic(x), -1) for critic in critics]
-        loss = sum(-(goal * log).sum(-1).mean() for goal, log in zip(goals, logs, strict=True))
-        critic_optim.zero_grad()
-        loss.backward()
-        assert_same_gradients(value.state.critic.module, critics)
-        for p, q in zip(value.state.critic.module.encoder.parameters(), eye.parameters(), strict=True):
-            torch.testing.assert_close(p.grad, q.grad, rtol=1e-6, atol=1e-7)
-        critic_optim.step()
-        assert metrics["loss/critic"].item() == pytest.approx(loss.item(), abs=1e-6)
-        follow((old, *targets), (eye, *critics), 0.01)
-        alpha_optim.zero_grad()
-        (alpha.exp() * (-log_prob.mean() + A)).sum().backward()  # target entropy: -A
-        alpha_optim.step()
-        exchange(value, improve)
-        if update % 4 == 3:
-            part = ObsBatch(batch.obs, batch.mask, batch.weight)
-            metrics = improve.update(improve.state, part, improve.settings, noise)
-            seen = eye(obs).detach()
-            action, log_prob = sampled(actor, seen, theirs, -5, 2)
-            x = torch.cat((seen, action), 1)
-            q = torch.stack([F.softmax(critic(x), -1) @ atoms for critic in critics]).mean(0)
-            loss = (alpha.detach().exp() * log_prob - q).mean()
-            actor_optim.zero_grad()
-            loss.backward()
-            assert_same_gradients(improve.state.policy.module, [actor])
-            actor_optim.step()
-            assert metrics["loss/policy"].item() == pytest.approx(loss.item(), abs=1e-6)
-            exchange(value, improve)
-    assert_same(value.state.critic.module, critics)
-    assert_same(value.state.target.module, targets)
-    assert_same(improve.state.policy.module, [actor])
-    nets = (value.state.critic.module, value.state.target.module, improve.state.policy.module)
-    for net, theirs in zip(nets, (eye, old, eye), strict=True):
-        for p, q in zip(net.encoder.parameters(), theirs.parameters(), strict=True):
-            torch.testing.assert_close(p.data, q.data, rtol=0, atol=1e-6)
-    assert value.state.log_alpha.item() == pytest.approx(alpha.item(), abs=1e-6)
-
-
 # -- documented differences --------------------------------------------------------------------------------------------
 
 
@@ -864,64 +740,29 @@ def test_xqcs_sigma_begins_near_one():
     assert 0.01 < geometric["tanh"] < 0.03
 
 
-VALUES = "test_the_presets_have_the_published_values"
-GAUSS, AMP = "test_gaussian_recipes", "test_updates_are_in_bfloat16_where_the_published_ones_are"
-REPPO = "test_updates_agree_with_a_second_implementation"
-BTR = "test_twenty_updates_are_those_of_the_recipe"
-COMPARED = {  # rows of docs/recipes.md that say "the same", by the test that compares them
-    "FastTD3": {
-        VALUES: "environments, batch; replay; critic; policy; optimiser; exploration",
-        "test_fasttd3": "target; target network",
-        AMP: "precision",
-    },
-    "FlashSAC": {
-        VALUES: "environments, batch, replay; gamma, n-step; temperature; updates",
-        GAUSS: "networks; weights; critic's batch; target; unit of entropies",
-        "test_learning_rates_at_the_end_of_a_run": "learning rate",
-    },
-    "FastSAC": {
-        VALUES: "environments, batch; replay; gamma, n-step; policy; updates",
-        GAUSS: "networks; target; temperature; unit of entropies; optimiser",
-        AMP: "precision",
-    },
-    "XQC": {
-        VALUES: "temperature",
-        GAUSS: "networks; target; log sigma",
-        "test_learning_rates_at_the_end_of_a_run": "learning rate",
-    },
-    "SimBa's SAC": {VALUES: "temperature", GAUSS: "networks; optimiser"},
-    "Squint": {
-        VALUES: "environments, replay; gamma, n-step; images; log sigma; batch, updates",
-        "test_squint": "convolutions; who trains the encoder; networks; target; temperature; optimiser",
-        AMP: "precision",
-    },
-    "REPPO": {
-        VALUES.replace(
-            "presets_have", "preset_has"
-        ): "environments x steps, minibatches x epochs; gamma, lambda; precision",
-        REPPO: "policy; critic; KL constraint; entropy; next embedding; optimiser; order",
-        "test_values_are_zero_at_first": "initial value",
-        "test_targets_are_soft_returns": "time limits",
-    },
-    "PQN": {
-        VALUES: "environments x steps, minibatches x epochs; gamma, lambda; epsilon; optimiser; learning rate; network"
-    },
-    "BTR": {
-        VALUES: "environments, batch; updates; gamma, n-step; replay; target network; encoder; epsilon",
-        BTR: "priorities; quantiles; heads; target; loss; optimiser",
-    },
+SAME = {  # rows of docs/recipes.md that say "the same": the tests of this folder compare them
+    "FastTD3": "environments, batch; replay; critic; policy; optimiser; exploration; target; target network; precision",
+    "FlashSAC": "environments, batch, replay; gamma, n-step; temperature; updates; networks; weights; critic's batch; "
+    "target; unit of entropies; learning rate",
+    "FastSAC": "environments, batch; replay; gamma, n-step; policy; updates; networks; target; temperature; "
+    "unit of entropies; optimiser; precision",
+    "XQC": "temperature; networks; target; log sigma; learning rate",
+    "SimBa's SAC": "temperature; networks; optimiser",
+    "Squint": "environments, replay; gamma, n-step; images; log sigma; batch, updates; convolutions; "
+    "who trains the encoder; networks; target; temperature; optimiser; precision",
+    "REPPO": "environments x steps, minibatches x epochs; gamma, lambda; precision; policy; critic; KL constraint; "
+    "entropy; next embedding; optimiser; order; initial value; time limits",
+    "PQN": "environments x steps, minibatches x epochs; gamma, lambda; epsilon; optimiser; learning rate; network",
+    "BTR": "environments, batch; updates; gamma, n-step; replay; target network; encoder; epsilon; priorities; "
+    "quantiles; heads; target; loss; optimiser",
 }
 
 
-def test_rows_that_say_the_same_are_compared_by_a_test():
+def test_rows_that_say_the_same_are_those_that_are_compared():
     page = (Path(__file__).parents[2] / "docs/recipes.md").read_text()
     found = {}
     for section in page.split("\n## ")[1:]:
         rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line[:1] == "|"]
         if same := {row[0] for row in rows if len(row) == 4 and row[2].startswith("the same")}:
             found[section.splitlines()[0]] = same
-    named = {title: {row for rows in tests.values() for row in rows.split("; ")} for title, tests in COMPARED.items()}
-    assert found == named
-    files = "".join(file.read_text() for file in Path(__file__).parent.glob("test_*.py"))
-    for test in {test for tests in COMPARED.values() for test in tests}:
-        assert f"def {test}(" in files
+    assert found == {title: {*rows.split("; ")} for title, rows in SAME.items()}

@@ -160,17 +160,3 @@ def test_noise_is_drawn_anew_for_every_act():
         torch.randint(A, (N,), generator=other)
         torch.rand(N, generator=other)
     assert any(not torch.equal(chosen[0], c) for c in chosen[1:])
-
-
-def test_a_restored_actor_goes_on_where_the_other_was():
-    one, gen = actor(kind="annealed", steps=20 * N, tells=True), Generator().manual_seed(0)
-    for _ in range(7):
-        one.act(obs(), gen)
-    two, copied = actor(kind="annealed", steps=20 * N, tells=True), Generator().manual_seed(0)
-    two.load_state_dict(one.state_dict())
-    copied.set_state(gen.get_state())
-    for _ in range(3):
-        one.act(obs(), gen)
-        two.act(obs(), copied)
-        assert torch.equal(one.action, two.action)
-    assert torch.equal(one.epsilon(), two.epsilon())

@@ -1,5 +1,4 @@
-"""Frame stacks of the replay ring: stored once, and sampled as the environment returned them. Also other data of an
-Atari agent: discrete actions and extra columns."""
+"""Frame stacks of the replay ring: stored once, and sampled as the environment returned them."""
 
 from dataclasses import replace
 
@@ -10,9 +9,7 @@ from histories import CPU, Recorded
 from pql.contract.env import Box, Discrete, EnvSpec, ObsSpec
 from pql.contract.spec_json import spec_from_dict, spec_to_dict
 from pql.data.frames import eights, put
-from pql.data.replay import Replay
 from pql.data.sizes import ReplayLayout, preflight, replay_bytes
-from pql.types import Acted, Step
 
 ATARI = {"policy": ObsSpec((4, 84, 84), torch.uint8, stack=4)}
 KINDS = ("step", "step", "step", "terminate", "truncate", "life", "lose", "restart")
@@ -32,51 +29,11 @@ def test_frames_in_flight_are_never_read(head):
     for store in ring.replay.obs.values():
         store[ahead if head > rows else ahead[:-2]] = 77  # the observation of row ``head`` itself is sealed
     ring.replay.flags[taken] = 11
+    for store in (ring.replay.reward, ring.replay.action):
+        store[taken] = torch.nan  # which may not even be multiplied by zero
     batch = ring.everything(1, 0.9)
     assert batch.mask.sum() == 2 * drawn
     ring.check(batch, 0, 1, 0.9)
-
-
-# --- discrete actions and extra columns ---
-
-
-def filled(replay, steps):
-    """Environment i's row t has action 10 t + i, and the extra columns t and -i."""
-    n = replay.num_envs
-    off, on, zero = torch.zeros(n, dtype=torch.bool), torch.ones(n, dtype=torch.bool), torch.zeros(n)
-    obs = {"policy": torch.zeros(n, 2)}
-    replay.begin(obs)
-    i = torch.arange(n)
-    for t in range(steps):
-        acted = Acted(10 * t + i, {"q": torch.full((n,), float(t)), "value": -i.float()})
-        replay.insert(acted, Step(obs, zero, off, off, off, obs, on, on, {}))
-    return replay
-
-
-def test_discrete_actions_and_extras_are_kept_beside_their_row():
-    replay = filled(Replay(ReplayLayout({"policy": ObsSpec((2,))}, None, 3, 8, 3, True, extra=("q", "value")), CPU), 20)
-    assert (replay.action.dtype, replay.action.shape) == (torch.int64, (24,))
-    batch = replay.sample(replay.live, 64, 2, 0.9, torch.Generator().manual_seed(0))
-    row, column = batch.action // 10, batch.action % 10
-    assert batch.action.dtype == torch.int64
-    assert set(row.tolist()) == set(range(16, 20))
-    assert torch.equal(batch.index, row % 8 * 3 + column)
-    assert torch.equal(replay.extra["q"][batch.index], row.float())
-    assert torch.equal(replay.extra["value"][batch.index], -column.float())
-
-
-def test_extras_are_part_of_the_state_and_left_out_where_not_asked_for():
-    specs = {"policy": ObsSpec((2,))}
-    one = filled(Replay(ReplayLayout(specs, None, 3, 8, 3, True, extra=("q", "value")), CPU), 5)
-    two = Replay(ReplayLayout(specs, None, 3, 8, 3, True, extra=("q", "value")), CPU)
-    two.load_state_dict(one.state_dict())
-    assert torch.equal(two.extra["q"][:15], one.extra["q"][:15])
-    assert one.extra["q"][15:18].isnan().all()  # what a filler row would have
-    assert {"extra.q", "extra.value"} <= set(one.state_dict())
-    layout = ReplayLayout(specs, None, 3, 8, 3, True)
-    for bare in (Replay(layout, CPU), Replay(layout, CPU, obs_only=True)):
-        filled(bare, 5)
-        assert not [k for k in bare.state_dict() if k.startswith("extra")]
 
 
 # --- memory ---

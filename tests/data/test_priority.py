@@ -224,43 +224,6 @@ def test_the_smallest_ring_is_the_first_whose_guard_band_is_never_drawn(horizon,
     assert wrong > 0
 
 
-def test_recorded_rows_enter_before_the_first_tick():
-    history = History(num_envs=2, rows=200, horizon=2)
-    history.write(300)
-    history.ranked.begin(history.cursor)
-    want = history.expected()
-    assert history.leaves().keys() == want.keys()
-    before = history.leaves()
-    history.ranked.begin(history.cursor)  # again: nothing new
-    assert history.leaves() == before
-
-
-def test_columns_that_are_apart_enter_each_in_its_own_time():
-    history = History(num_envs=2, rows=20, n=2, horizon=2)
-    step = Step(
-        history.obs(1),
-        torch.ones(2),
-        *[torch.zeros(2, dtype=torch.bool) for _ in range(3)],
-        history.obs(2),
-        torch.ones(2, dtype=torch.bool),
-        torch.ones(2, dtype=torch.bool),
-        {},
-    )
-
-    def one(column):
-        part = Step(*({k: v[:1] for k, v in f.items()} if isinstance(f, dict) else f[:1] for f in step))
-        history.ring.insert(torch.zeros(1, dtype=torch.int64), part, torch.tensor([column]))
-
-    for column in (0, 0, 0, 1):
-        one(column)
-    history.open()
-    assert sorted(history.leaves()) == [0]  # row 0 of column 0: two steps on, and its successor acted on
-    for column in (0, 1, 1):
-        one(column)
-    history.open()
-    assert sorted(history.leaves()) == [0, 1, 2]  # row 1 of column 0 and row 0 of column 1
-
-
 # -- priorities -------------------------------------------------------------------------------------------------------
 
 
@@ -332,18 +295,6 @@ def test_rows_are_drawn_in_proportion_to_their_priorities(size, batches):
     assert chisquare(count[cells], leaves / leaves.sum() * count.sum()).pvalue > 1e-3
 
 
-def test_uniform_priorities_draw_uniformly_the_last_rows_too():
-    history = History(rows=60, alpha=1.0, num_envs=5)
-    history.write(50)
-    history.open()
-    history.ranked.begin(history.cursor)
-    cells = torch.tensor(sorted(history.leaves()))
-    count = torch.bincount(drawn(history, 1500, 32), minlength=300)[cells]
-    assert chisquare(count).pvalue > 1e-3
-    tenth = len(cells) // 10  # sorted draws that are cut short would leave these out
-    assert count[-tenth:].sum().item() == pytest.approx(count.sum().item() / len(cells) * tenth, rel=0.05)
-
-
 def test_a_draw_is_the_window_that_the_ring_itself_would_give():
     history = History(rows=30, n=3, horizon=2)
     for _ in range(40):
@@ -395,20 +346,3 @@ def test_beta_rises_to_one_over_env_steps_and_stays():
         got.append(history.ranked.beta.item())
     want = [0.4, 0.46, 0.52, 0.58, 0.64, 0.7, 0.76, 0.82, 0.88, 0.94, 1.0, 1.0, 1.0]
     assert got == pytest.approx(want, abs=1e-15)  # in float64, as it is kept
-
-
-def test_a_copy_of_the_state_draws_the_same():
-    one, two = (History(rows=30) for _ in range(2))
-    for history in (one, two):
-        for _ in range(20):
-            history.write(2)
-            history.open()
-    cells = torch.tensor(sorted(one.leaves()))
-    one.ranked.update(cells, torch.rand(len(cells), generator=one.gen), torch.ones(len(cells)))
-    two.gen.set_state(one.gen.get_state())
-    two.ranked.load_state_dict(one.ranked.state_dict())
-    assert torch.equal(drawn(one, 3, 16), drawn(two, 3, 16))
-    for history in (one, two):
-        history.write(2)
-        history.open()
-    assert one.leaves() == two.leaves()

@@ -31,20 +31,6 @@ def test_windows_equal_the_oracle(name, next_step, unequal, stacks):
     assert kinds.total() > 400  # 80 of these: more than 36,000 windows
 
 
-def test_all_environments_time_out_at_once():
-    """Ticks and limits are aligned, over several wraps."""
-    ring = Recorded(5, 20, 4)
-    finals = 0
-    for t in range(1, 81):
-        ring.insert(["truncate" if t % 4 == 0 else "step"] * 5)
-        if t % 4 == 0:
-            ring.seal()
-            kinds = ring.check(ring.everything(3, 0.9), int(ring.cursor.lost), 3, 0.9)
-            finals += kinds["final"]
-            assert kinds["plain"] + kinds["final"] + kinds["filler"] == kinds.total()
-    assert finals > 500
-
-
 @pytest.mark.parametrize("next_step", [False, True])
 def test_no_window_is_lost_where_every_row_is_cut_off(next_step):
     """Whatever the simulator announced: half of the rows are then fillers, and all others bootstrap."""
@@ -55,68 +41,6 @@ def test_no_window_is_lost_where_every_row_is_cut_off(next_step):
     batch = ring.everything(2, 0.9)
     assert ring.check(batch, 0, 2, 0.9) == {"final": batch.mask.numel() // 2, "filler": batch.mask.numel() // 2}
     assert batch.mask.numel() >= 66
-
-
-@pytest.mark.parametrize("kind", ["terminate", "truncate", "forget", "lose", "life", "cut"])
-def test_the_successor_does_not_depend_on_the_autoreset_mode(kind):
-    """The same transitions give the same rows; a termination's final observation is not the next episode's first."""
-    rows = []
-    for next_step in (False, True):
-        ring = Recorded(2, 30, 1, next_step)
-        for what in ("step", kind, *["stall"][: next_step and kind in ("terminate", "truncate", "forget", "lose")]):
-            ring.insert([what] * 2)
-        ring.insert(["step"] * 2)
-        ring.seal()
-        batch = ring.everything(1, 0.9)
-        at = (batch.reward == 1 / 8).nonzero().flatten()  # the row that ends
-        rows.append([batch, at])
-        assert batch.followed[at].tolist() == [float(kind not in ("forget", "lose"))] * 2
-        if kind not in ("forget", "lose"):
-            final = [events[1].final for events in ring.events]
-            assert torch.equal(batch.next_obs["policy"][at], ring.picture(final)["policy"])
-    (first, at), (second, also) = rows
-    if kind not in ("forget", "lose"):
-        for field in ("reward", "discount", "mask", "followed"):
-            assert torch.equal(getattr(first, field)[at], getattr(second, field)[also])
-        assert torch.equal(first.next_obs["policy"][at], second.next_obs["policy"][also])
-
-
-def test_rows_in_flight_are_never_read():
-    """Rows that the writer is about to write may have any content; they must not even be multiplied by zero."""
-    ring = Recorded(3, 16, 2)
-    for _ in range(7):
-        ring.insert(["step"] * 3)
-    ring.seal()
-    for stored, junk in (
-        (ring.replay.reward, float("nan")),
-        (ring.replay.action, float("nan")),
-        (ring.replay.flags, 15),
-    ):
-        stored[7 * 3 :] = junk
-    kinds = ring.check(ring.everything(4, 0.9), int(ring.cursor.lost), 4, 0.9)
-    assert kinds == {"plain": 21}
-
-
-@pytest.mark.parametrize("depth", [1, 4])
-@pytest.mark.parametrize("kind", ["step", "terminate", "truncate", "life"])
-def test_a_restart_from_outside_ends_every_window_and_stack(kind, depth):
-    """No window crosses into the new episode, and none is lost."""
-    ring = Recorded(2, 24, 1, depth=depth)
-    ring.restart()  # also before the first row
-    for what in ("step", "step", kind):
-        ring.insert([what] * 2)
-    ring.restart()
-    ring.seal()
-    counts = []
-    for _ in range(3):
-        batch = ring.everything(2, 0.9)
-        lost = int(ring.cursor.lost)
-        counts.append(int(batch.mask.sum()))
-        kinds = ring.check(batch, lost, 2, 0.9)
-        assert kinds["dropped"] == 0
-        ring.insert(["step"] * 2)
-        ring.seal()
-    assert counts == [6, 8, 10]
 
 
 # --- the counter environment: the same targets whatever the simulator's autoreset mode ---

@@ -2,11 +2,10 @@
 
 import random
 import re
-from collections import Counter as Tally
 
 import pytest
 import torch
-from histories import CPU, SPECS, Recorded, specs, stack
+from histories import CPU, SPECS, Recorded, stack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import chi_square_fits
@@ -75,28 +74,6 @@ def test_one_large_batch_splits_into_its_parts():
     for i, part in enumerate(split(views, 4)):
         assert all(torch.equal(part.obs[k], views.obs[k][3 * i : 3 * i + 3]) for k in SPECS)
         assert part.mask.shape == part.weight.shape == (3,)
-
-
-@pytest.mark.parametrize("depth", [1, 4])
-def test_observation_only_ring_equals_the_full_one_and_masks_fillers(depth):
-    full, lean = (Recorded(3, 14, 2, next_step=True, obs_only=lean, depth=depth) for lean in (False, True))
-    rng, seen = random.Random(0), Tally()
-    for t in range(40):
-        kinds = [rng.choice(("step", "step", "truncate", "terminate")) for _ in range(3)]
-        for ring in (full, lean):
-            ring.insert(kinds)
-            ring.seal()
-        one, two = (r.replay.sample_obs(r.cursor, 16, torch.Generator().manual_seed(t)) for r in (full, lean))
-        assert torch.equal(one.mask, two.mask)
-        assert torch.equal(one.weight, torch.ones(16))
-        by_obs = {e.obs: e.valid for events in full.events for e in events}
-        for k in range(16):
-            assert all(torch.equal(one.obs[g][k], two.obs[g][k]) for g in specs(depth))
-            valid = by_obs[int(one.obs["policy"][k, 0])]
-            assert one.mask[k].item() == float(valid)
-            seen[valid] += 1
-    assert min(seen[True], seen[False]) > 100
-    assert set(lean.replay.state_dict()) == {*(f"obs.{k}" for k in specs(depth)), "flags", "head"}
 
 
 # --- memory ---
@@ -182,17 +159,6 @@ def test_preflight_names_the_largest_capacity_that_fits(sizes, rows, share):
 
 
 # --- checkpoints ---
-
-
-def test_state_is_the_rows_in_use_and_no_more():
-    ring = Recorded(3, 100, 2)
-    sizes = []
-    for count in range(120):
-        sizes.append({k: len(v) // 3 for k, v in ring.replay.state_dict().items()})
-        ring.insert(["truncate" if count % 4 == 3 else "step"] * 3)
-    for step, size in enumerate(sizes):
-        assert size.pop("head") == 1
-        assert {*size.values()} == {min(step + step // 4 + 2, 100)}
 
 
 def copied(ring: Replay) -> Replay:

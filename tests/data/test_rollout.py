@@ -14,7 +14,6 @@ from pql.contract.registry import find_factory
 from pql.data.normalize import Normalizer
 from pql.data.returns import backward_scan, gae, lambda_returns, valued_rows
 from pql.data.rollout import PolicyOutput, Rollout, minibatches, permutations, rollout_bytes, rollout_final_rows
-from pql.types import Memory
 
 KINDS = ("go", "go", "go", "terminate", "truncate", "lose", "forget", "life", "cut", "restart", "stall")
 
@@ -90,54 +89,6 @@ def test_advantages_and_returns_are_the_definitions(next_step, lam):
 def test_a_scan_is_its_recursion():
     delta, decay = torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([[0.5], [0.25], [9.0]])
     assert backward_scan(delta, decay).tolist() == [[1 + 0.5 * 3], [2 + 0.25 * 4], [4]]
-
-
-def test_each_final_observation_knows_its_row():
-    rng = random.Random(1)
-    rollout, _ = make_rollout(30, 9)
-    events = record(rollout, [Column(i, False) for i in range(30)], 9, rng)
-    segment = rollout.segment()
-    checked = 0
-    for i, column in enumerate(events):
-        for t, e in enumerate(column):
-            if e.valid and e.truncated and not e.terminated and e.final_ok:
-                place = int(segment.successor[t, i])
-                assert segment.obs["policy"][place, i, 0] == e.final
-                if e.first:
-                    assert segment.final_row[place - 10, i] == t
-                    checked += 1
-    assert checked > 20
-
-
-def test_statistics_are_those_that_were_frozen_when_the_segment_began():
-    rollout, norm = make_rollout(4, 3, normalize=True)
-    sims = [Column(i, False) for i in range(4)]
-    norm.observe(picture([10, 20, 30, 40]))
-    norm.freeze()
-    then = norm.copy_to(CPU)
-    rollout.open(picture([s.now for s in sims]), None)
-    norm.observe(picture([1000] * 4))
-    norm.freeze()
-    raw = {k: v.view(-1, 4, *v.shape[1:]) for k, v in rollout.obs.items()}
-    got = rollout.segment().obs["policy"]
-    assert torch.equal(got, then(raw)["policy"])
-    assert not torch.equal(got, norm(raw)["policy"])
-
-
-def test_memory_is_what_the_segment_began_with():
-    rollout, _ = make_rollout(2, 3, carry=4)
-    carry, fresh = torch.arange(8.0).view(2, 4), torch.tensor([True, False])
-    rollout.open(picture([1, 2]), Memory(carry, fresh))
-    carry.zero_()
-    segment = rollout.segment()
-    assert segment.carry.tolist() == [[0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0, 7.0]]
-    assert segment.fresh.tolist() == [True, False]
-
-
-def test_uint8_frames_stay_uint8():
-    rollout, _ = make_rollout(3, 2, normalize=True)
-    record(rollout, [Column(i, False) for i in range(3)], 2, random.Random(0))
-    assert rollout.segment().obs["frame"].dtype == torch.uint8
 
 
 def test_a_segment_has_no_copy_of_final_observations_that_its_rows_have():

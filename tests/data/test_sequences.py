@@ -158,25 +158,6 @@ def test_a_writer_that_runs_ahead_changes_nothing_that_may_be_read():
         ring.seal()
 
 
-def test_without_stored_states_a_sequence_begins_with_zeros():
-    ring = Remembering(2, 6, 1, (1, 4, 1, 4))
-    for _ in range(12):
-        ring.insert(["step", "step"])
-    ring.seal()
-    assert ring.read([(4, 1)]).carry.tolist() == [[1.0, 4.0]]
-    ring.sequences.stored = False
-    assert ring.read([(4, 1)]).carry.tolist() == [[0.0, 0.0]]
-
-
-def test_only_states_of_aligned_rows_are_kept():
-    ring = Remembering(2, 3, 1, (1, 4, 1, 4))
-    for _ in range(18):
-        ring.insert(["step", "step"])
-    kept = ring.states.state_dict()["carry"].view(3, 2, 2)
-    assert kept[..., 1].tolist() == [[12.0, 12.0], [16.0, 16.0], [8.0, 8.0]]  # rows, by place
-    assert kept[..., 0].tolist() == [[0.0, 1.0]] * 3
-
-
 # -- priorities -------------------------------------------------------------------------------------------------------
 
 
@@ -247,15 +228,6 @@ def test_draws_are_in_proportion_and_weights_are_those_of_schaul():
     assert (0, 0) not in leaves(ranked)
     ranked.open(ring.cursor, torch.ones(()))
     assert (0, 0) not in leaves(ranked)
-
-
-def test_an_empty_array_gives_sequences_of_no_weight():
-    ring = Remembering(1, 8, 1, (1, 4, 3, 4))
-    ranked = ranked_of(ring, target=lambda r, d, v: r + d * v)
-    ranked.open(ring.cursor, torch.ones(()))
-    seq = ranked.sample(ring.cursor, 3, torch.Generator().manual_seed(0))
-    assert not seq.mask.any()
-    assert not seq.weight.any()
 
 
 def test_a_priority_mixes_the_largest_and_the_mean_error_of_the_rows_that_count():

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from torch import nn
 
 from pql.engine.central import Central, CentralOptimizer, ReplicaStopped, ReplicaTurns
 from pql.engine.flat import Flat
@@ -203,15 +202,3 @@ def test_halted_turns_wake_who_waits_and_stop_who_comes():
     wait()
     assert len(caught) == 2
     assert not isinstance(caught[0], Exception)  # code that reports errors must let it pass
-
-
-def test_the_parameters_stay_where_modules_see_them():
-    optimizer = AdamW(flat(), 1e-2)
-    module = optimizer.flat.module
-    pushing = CentralOptimizer(optimizer, Central(optimizer, 64))
-    before = nn.utils.parameters_to_vector(module.parameters()).clone()
-    module(torch.ones(2, 7)).sum().backward()
-    pushing.step()
-    after = nn.utils.parameters_to_vector(module.parameters())
-    assert torch.equal(after, pushing.central.data)
-    assert not torch.equal(after, before)

@@ -17,7 +17,6 @@ from conftest import FLASH, MODERN, bits, differences, go_on, small_config, star
 from sampling import sample
 from stand_in import RecordingStreams
 
-from pql.config.compose import compose
 from pql.engine import deadlines
 from pql.engine.executors import Inline, Threads
 from pql.engine.schedule import Trace, tick_counts
@@ -57,20 +56,6 @@ def test_every_worker_order_and_threads_give_the_same_bits(algo):
         assert differences(reference, bits(run(config, Threads(("collector", "v", "p")), total))) == []
 
 
-@pytest.mark.parametrize("name", sample(["flashsac", "fastsac", "fasttd3", "xqc", "simba_sac"], keep=["xqc"]))
-def test_published_recipes_give_the_same_bits_under_the_concurrent_schedule(name):
-    small = ["num_envs=4", "algo.batch_size=8", "algo.warmup_steps=4", "replay.capacity=400"]
-    small += ["algo.critic.hidden=[8]", "algo.policy.hidden=[8]"]
-    config = compose(["task=pendulum", "device=cpu", f"algo={name}", "algo.schedule=concurrent", *small])
-    reference = bits(run(config, Inline(ORDERS[0]), 12))
-    unlearned = bits(start(config, Inline()))
-    assert {"learners/v/state/critic/net.0.weight", "learners/p/state/policy/net.0.weight"} <= {
-        *differences(reference, unlearned)
-    }
-    for executor in (Inline(ORDERS[-1]), Threads(ORDERS[0])):
-        assert differences(reference, bits(run(config, executor, 12))) == []
-
-
 def test_statistics_of_batch_norm_are_one_tick_old_where_others_use_them():
     """Collector and V-learner use the policy's statistics, the P-learner those of the critics."""
     config = small_config(algo=FLASH)
@@ -85,20 +70,6 @@ def test_statistics_of_batch_norm_are_one_tick_old_where_others_use_them():
             for k in statistics:
                 assert torch.equal(copy[k], before[k])
                 assert not torch.equal(copy[k], own[k])
-
-
-@pytest.mark.parametrize(
-    "task",
-    [{"name": "halfcheetah", "kwargs": {"threads": 1}}, {"name": "counter"}, {"name": "lqr"}],
-    ids=lambda t: t["name"],
-)
-def test_order_cannot_matter_on_other_environments(task):
-    if task["name"] == "halfcheetah":
-        pytest.importorskip("mujoco")
-    config = small_config(task=task)
-    reference = bits(run(config, Inline(ORDERS[0]), FEW))
-    assert differences(reference, bits(run(config, Inline(ORDERS[-1]), FEW))) == []
-    assert differences(reference, bits(run(config, Threads(("v", "p", "collector")), FEW))) == []
 
 
 def late(job, delays, count):

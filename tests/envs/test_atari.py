@@ -142,17 +142,6 @@ def test_a_lost_life_terminates_and_the_game_goes_on(atari, autoreset):
     assert set(games) == {5}
 
 
-def test_the_seed_decides(atari):
-    env, other = (atari(2, game="pong", noop_max=30, sticky=0.25) for _ in range(2))
-    first = history(env, 60, 1)
-    assert same(first, history(other, 60, 1))
-    assert same(first, history(env, 60, 1))
-    for seed in (2, None):  # None continues the random stream
-        env.reset(1)
-        assert not same(first, history(env, 60, seed))
-    assert not torch.equal(first[-4][0], first[-4][1])
-
-
 def test_only_no_ops_and_sticky_actions_are_random(atari):
     action = torch.arange(40) % 6
 

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from pql.contract.env import Discrete, ObsSpec, find_factory, make_env
 from pql.envs.catch import Catch
 
 
@@ -64,13 +63,6 @@ def test_frames_show_a_ball_that_is_mirrored_at_the_walls():
     assert torch.equal(step.reward, 2 * caught.float() - 1)
     assert torch.equal(step.log["success"], caught.float())
     assert bounced > 100
-
-
-def test_conforms_and_describes_itself(conforms):
-    described = find_factory("catch").describe(6, "cpu")
-    assert described.obs == {"policy": ObsSpec((2, 8, 8), torch.uint8, stack=2)}
-    assert described.action == Discrete(3)
-    conforms(make_env("catch", 6), 90, described=described)
 
 
 def test_a_picture_shows_ball_and_paddle():

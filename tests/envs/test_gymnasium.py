@@ -21,7 +21,7 @@ from pql.contract.optional import PartialReset, supports  # noqa: E402
 from pql.envs.adapters.gymnasium import GymnasiumVec  # noqa: E402
 from pql.envs.adapters.gymnasium_copies import gymnasium_sim  # noqa: E402
 from pql.envs.adapters.gymnasium_host import copy_seeds, simulator_action  # noqa: E402
-from pql.errors import ConfigError, PqlWarning, RunError  # noqa: E402
+from pql.errors import ConfigError, RunError  # noqa: E402
 from pql.remote.env import spec_of  # noqa: E402
 from pql.remote.process.far_build import describe_simulator  # noqa: E402
 from pql.remote.protocol import Layout, ProtocolError, check_facts, unpack  # noqa: E402
@@ -87,10 +87,9 @@ def history(env, steps, seed=10):
 
 @pytest.mark.parametrize("vectorization", ["sync", "async"])
 def test_both_autoreset_modes_tell_the_same_story(vectorization):
-    modes = ("same_step", "next_step")
-    one, other = (
-        history(GymnasiumVec(2, id="PqlProbe-v0", autoreset=mode, vectorization=vectorization), 30) for mode in modes
-    )
+    kinds = [{"autoreset": mode, "vectorization": vectorization} for mode in ("same_step", "next_step")]
+    assert [check_env(GymnasiumVec(2, id="PqlProbe-v0", **kind), 30).failed for kind in kinds] == [[], []]
+    one, other = (history(GymnasiumVec(2, id="PqlProbe-v0", **kind), 30) for kind in kinds)
     for i, (a, b) in enumerate(zip(one, other, strict=True)):
         assert len(a) == 30
         assert 20 <= len(b) < 30
@@ -101,21 +100,6 @@ def test_both_autoreset_modes_tell_the_same_story(vectorization):
         assert ends[3] == (3, 5, False, True)
         assert all(row[4][0] == np.float32(copy_seeds(10, 2)[i]) for row in a)
         assert all(row[4][1] == row[0][1] for row in a)  # the final observation is the episode's own
-
-
-def test_filler_rows_carry_nothing():
-    env = GymnasiumVec(1, id="PqlProbe-v0")
-    env.reset(0)
-    steps = [env.step(torch.zeros(1, 2)) for _ in range(5)]
-    shown = [[bool(f) for f in (s.terminated, s.truncated, s.first, s.valid)] for s in steps]
-    assert shown[1:] == [
-        [False, False, False, True],
-        [True, False, False, True],
-        [False, False, True, False],
-        [False, False, False, True],
-    ]
-    assert steps[2].obs["policy"][0, 1:3].tolist() == [0, 3]
-    assert steps[3].obs["policy"][0, 1:3].tolist() == [1, 0]
 
 
 def test_reset_in_the_middle_forgets_the_pending_filler():
@@ -140,15 +124,6 @@ def test_actions_are_clamped_and_rescaled_to_the_bounds(action, applied):
     assert step.obs["policy"][0, 3:].tolist() == applied
     assert step.reward.item() == 1 + applied[1]
     assert given.tolist() == [action]
-
-
-def test_returned_tensors_are_copies():
-    env = GymnasiumVec(2, id="PqlProbe-v0", autoreset="same_step")
-    env.reset(0)
-    one = env.step(torch.zeros(2, 2))
-    env.step(torch.ones(2, 2))
-    assert one.obs["policy"][:, 2:].tolist() == [[1, -0.5, 5]] * 2
-    assert one.reward.tolist() == [6, 6]
 
 
 def test_spec_reads_limit_and_spaces():
@@ -328,14 +303,6 @@ def test_lost_final_observations_of_a_vector_environment_are_marked(remote):
         ([True, False], [False, True]),
         ([False, True], [True, False]),
     ]
-
-
-def test_a_run_reports_the_lost_final_observations_of_a_vector_environment(tmp_path):
-    with pytest.warns(PqlWarning, match="the simulator did not return the final observation"):
-        pql.train(
-            "algo=ppo", "scale=cpu", "budget.env_steps=400", "eval.final=false", f"run_dir={tmp_path}/run", quiet=True,
-            env=Many(4, AutoresetMode.SAME_STEP, final=False),
-        )  # fmt: skip
 
 
 def test_an_unsupported_autoreset_mode_is_named():

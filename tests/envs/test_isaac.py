@@ -20,7 +20,7 @@ from pql.envs.mujoco.isaac.measure import Wrench, into, rotation
 from pql.envs.mujoco.task import Robot
 from pql.nets.encoders import groups_of
 from pql.run.session import Session
-from tools.originals.by_hand import tilt
+from tools.originals.by_hand import BY_HAND, chance
 
 DOUBLE = torch.float64
 
@@ -201,25 +201,6 @@ def test_balls_fall_towards_the_trays_axis():
     assert place[:, :2].mean(0).abs().max() < 0.015
 
 
-def play(env, policy, steps=250, group="policy"):
-    """Mean reward of the first episode in each environment, cut off after ``steps``."""
-    obs, total = env.reset(0)[group], torch.zeros(env.spec.num_envs)
-    alive = torch.ones_like(total, dtype=torch.bool)
-    for _ in range(steps):
-        step = env.step(policy(obs).clamp(-1, 1))
-        total, alive, obs = total + step.reward * alive, alive & ~step.first, step.obs[group]
-    return total.mean().item()
-
-
-def test_tilting_against_the_ball_beats_chance():
-    env, generator = pql.make_env("ballbalance", num_envs=24), torch.Generator().manual_seed(0)
-    chance = play(env, lambda obs: torch.rand(24, 3, generator=generator) * 2 - 1)
-    assert chance < 25
-    assert play(env, tilt) > 80
-    pixels = pql.make_env("ballbalance_pixels", num_envs=4)  # by the state, which its critic sees
-    assert play(pixels, tilt, group="critic") > 60
-
-
 CONFORMS = {  # task: environments, length of an episode, steps
     "ballbalance": (3, 20, 50),
     "ballbalance_pixels": (3, 20, 50),
@@ -231,6 +212,9 @@ CONFORMS = {  # task: environments, length of an episode, steps
     "shadow_hand": (3, 8, 20),
     "shadow_hand_openai": (3, 6, 14),
     "allegro_hand": (3, 8, 20),
+    "anymal": (3, 20, 45),
+    "go1_velocity": (3, 20, 45),
+    "g1_velocity": (3, 20, 45),
 }
 
 
@@ -239,6 +223,40 @@ CONFORMS = {  # task: environments, length of an episode, steps
 def test_the_contract_holds(name, conforms):
     num_envs, length, steps = CONFORMS[name]
     conforms(pql.make_env(name, num_envs, max_episode_steps=length), steps)
+
+
+SCRIPTED = {  # task: environments, steps, and by how much its policy by hand earns more than chance, a step
+    "ballbalance": (24, 250, 0.22),
+    "ballbalance_pixels": (4, 250, 0.14),
+    "isaac_ant": (16, 120, 0.8),
+    "isaac_humanoid": (24, 100, 0.6),
+    "dclaw": (8, 20, 1.2),
+    "shadow_hand": (16, 45, 0.15),
+    "shadow_hand_openai": (16, 45, 0.25),
+    "allegro_hand": (16, 45, 0.3),
+    "anymal": (24, 60, 0.002),
+    "go1_velocity": (24, 60, 0.03),
+    "g1_velocity": (24, 60, 0.03),
+}
+
+
+@pytest.mark.usefixtures("scratch")
+@pytest.mark.parametrize("name", [*map(task, SCRIPTED)])
+def test_a_policy_by_hand_beats_random_actions(name):
+    """In the first episodes, without what a goal that is reached by chance pays."""
+    num_envs, steps, margin = SCRIPTED[name]
+    means = []
+    for policy in (next(iter(BY_HAND[name].values())), chance):
+        env = pql.make_env(name, num_envs)
+        play, obs, total = policy(env), env.reset(0), torch.zeros(num_envs)
+        alive = torch.ones_like(total, dtype=torch.bool)
+        for _ in range(steps):
+            step = env.step(play(obs).clamp(-1, 1))
+            total += (step.reward - step.log.get("bonus", 0.0)) * alive
+            obs, alive = step.obs, alive & ~step.first
+        means.append(total.mean().item() / steps)
+    print(f"reward per step: by hand {means[0]:.4f}, random {means[1]:.4f}")
+    assert means[0] > means[1] + margin
 
 
 # -- its images -------------------------------------------------------------------------------------------------------

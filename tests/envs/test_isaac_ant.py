@@ -10,23 +10,17 @@ from torch import Tensor
 # ruff: noqa: E402
 mujoco = pytest.importorskip("mujoco")  # first: the imports below need it
 
-from mujoco_runs import Base, build, derived
+from mujoco_runs import Base, build, derived, quat
 
 from pql.envs.mujoco.isaac.ant import FEET, JOINTS, IsaacAnt
 from pql.envs.mujoco.isaac.measure import roll_yaw, rotation
-from tools.originals.by_hand import gait
 
 pytestmark = pytest.mark.usefixtures("scratch")
 
 
-def quat(axis: tuple[float, float, float], degrees: float) -> Tensor:
-    half = math.radians(degrees) / 2
-    return torch.tensor([math.cos(half), *(math.sin(half) * a for a in axis)], dtype=torch.float64)
-
-
 def test_roll_and_yaw() -> None:
     for axis, degrees, expected in (((1, 0, 0), 30.0, (30.0, 0.0)), ((0, 0, 1), -120.0, (0.0, -120.0))):
-        angles = [math.degrees(float(angle)) for angle in roll_yaw(rotation(quat(axis, degrees)[None]))]
+        angles = [math.degrees(float(angle)) for angle in roll_yaw(rotation(quat(axis, math.radians(degrees))[None]))]
         assert angles == pytest.approx(expected)
 
 
@@ -112,7 +106,7 @@ def ant_terms(place: Tensor, before: Tensor, height: float, turn: Tensor, joints
 def test_each_term_of_the_ants_reward_on_three_states() -> None:
     middle = torch.tensor([0.0, 1.0, 0.0, -1.0, 0.0, -1.0, 0.0, 1.0], dtype=torch.float64)
     origin, ahead = torch.zeros(2, dtype=torch.float64), torch.tensor([0.0166, 0.0], dtype=torch.float64)
-    straight = quat((0, 0, 1), 0.0)
+    straight = quat((0, 0, 1), math.radians(0))
 
     high = middle.clone()
     high[0], high[2] = math.radians(39.99), math.radians(-39.99)  # only the upper side costs
@@ -133,13 +127,13 @@ def test_each_term_of_the_ants_reward_on_three_states() -> None:
 
     aside = torch.tensor([0.0, 500.0], dtype=torch.float64)  # the target is not along x from here
     back = aside + torch.tensor([0.0, 0.0166], dtype=torch.float64)
-    terms, _ = ant_terms(back, aside, 0.5, quat((0, 0, 1), 60.0), middle, 0.0, 0.0)
+    terms, _ = ant_terms(back, aside, 0.5, quat((0, 0, 1), math.radians(60)), middle, 0.0, 0.0)
     angle = math.radians(60.0) + math.atan2(500.0, 1000.0)
     assert terms["progress"] == pytest.approx(-math.sin(math.atan2(500.0, 1000.0)), rel=1e-4)
     assert terms["heading"] == pytest.approx(0.5 * math.cos(angle) / 0.8, rel=1e-3)
     assert terms["up"] == pytest.approx(0.1)
 
-    terms, _ = ant_terms(origin, origin, 0.5, quat((1, 0, 0), 30.0), middle, 0.0, 0.0)
+    terms, _ = ant_terms(origin, origin, 0.5, quat((1, 0, 0), math.radians(30)), middle, 0.0, 0.0)
     assert terms["up"] == 0.0  # cos 30 = .87
     terms, terminated = ant_terms(ahead, origin, 0.30, straight, high, 2.0, 0.5)
     assert terminated
@@ -187,19 +181,3 @@ def test_at_rest_nothing_pulls_on_the_feet() -> None:
         step = env.step(torch.zeros(2, 8))
     assert step.obs["policy"][:, 28:52].abs().max() < 0.01
     assert step.obs["policy"][0, 0] > 0.31  # standing
-
-
-def test_a_scripted_gait_beats_random_actions() -> None:
-    n, steps = 16, 120
-    means = []
-    for scripted in (True, False):
-        env = build("isaac_ant", n)
-        obs, total = env.reset(seed=0)["policy"], torch.zeros(n)
-        gen = torch.Generator().manual_seed(0)
-        for t in range(steps):
-            action = gait(obs, t) if scripted else torch.rand(n, 8, generator=gen) * 2 - 1
-            step = env.step(action)
-            obs, total = step.obs["policy"], total + step.reward
-        means.append(float(total.mean()) / steps)
-    print(f"reward per step: gait {means[0]:.2f}, random {means[1]:.2f}")
-    assert means[0] > means[1] + 0.8

@@ -15,7 +15,6 @@ from mujoco_runs import build, derived, needs
 
 from pql.envs.mujoco.env import MujocoVec
 from pql.envs.mujoco.isaac.franka import EFFORT, HOME, FrankaCubeStack
-from pql.envs.mujoco.isaac.measure import product, rotation
 from tools.originals.by_hand import stacker
 
 pytestmark = [needs("panda"), pytest.mark.usefixtures("scratch")]
@@ -61,14 +60,6 @@ def test_the_arms_kinematics_and_inertia_are_mujocos(seed: int) -> None:
     linear, angular = np.zeros((3, model.nv)), np.zeros((3, model.nv))
     mujoco.mj_jac(model, data, linear, angular, point[0].numpy(), hand)
     np.testing.assert_allclose(task.arm.jacobian(pose, point)[0], np.vstack((linear, angular))[:, :7], atol=1e-12)
-
-
-def test_quaternions_multiply_as_rotations_do() -> None:
-    a, b = torch.nn.functional.normalize(torch.randn(2, 5, 4, dtype=DOUBLE), dim=-1)
-    torch.testing.assert_close(rotation(product(a, b)), rotation(a) @ rotation(b))
-    expected = np.zeros(4)
-    mujoco.mju_mulQuat(expected, a[0].numpy(), b[0].numpy())
-    np.testing.assert_allclose(product(a, b)[0], expected, atol=1e-12)
 
 
 @pytest.mark.parametrize("seed", [3, 4])

@@ -13,7 +13,7 @@ mujoco = pytest.importorskip("mujoco")  # first: the imports below need it
 from mujoco_runs import Base, build, derived
 
 from pql.envs.mujoco.isaac.humanoid import JOINTS, IsaacHumanoid
-from tools.originals.by_hand import GEARS, stand
+from tools.originals.by_hand import GEARS
 
 pytestmark = pytest.mark.usefixtures("scratch")
 
@@ -191,33 +191,3 @@ def test_angles_are_within_half_a_turn() -> None:
     seen = task.angles(yaw, roll, torch.tensor([-0.5, 0.5]))
     expected = [[3.0, 0.1, 2 * math.pi - 3.5], [-3.0, 0.2, 3.5 - 2 * math.pi]]
     torch.testing.assert_close(seen, torch.tensor(expected))
-
-
-def test_at_rest_nothing_pulls_on_the_feet() -> None:
-    """The wrench is a net wrench: a body lying still has none, with any number of contacts."""
-    env = build("isaac_humanoid", 1, max_episode_steps=2000)
-    env.reset(seed=0)
-    model, data = env.model, mujoco.MjData(env.model)
-    data.qpos[2] = 0.3
-    data.qpos[3:7] = [math.sqrt(0.5), 0, math.sqrt(0.5), 0]  # on its belly
-    mujoco.mj_step(model, data, 4000)
-    mujoco.mj_forward(model, data)
-    assert np.abs(data.qvel).max() < 0.05
-    assert isinstance(env.task, IsaacHumanoid)
-    felt = env.task.wrenches({"sensordata": torch.tensor(data.sensordata)[None]})
-    assert felt.shape == (1, 12)
-    assert felt.abs().max() < 0.5  # N and Nm; a foot weighs 11 N
-
-
-def test_standing_stiffly_beats_random_actions() -> None:
-    n, means = 24, []
-    for scripted in (True, False):
-        env, gen = build("isaac_humanoid", n), torch.Generator().manual_seed(0)
-        low, high = torch.tensor(env.model.jnt_range[1:]).float().unbind(1)
-        obs, total, alive = env.reset(seed=0)["policy"], torch.zeros(n), torch.ones(n, dtype=torch.bool)
-        for _ in range(100):
-            step = env.step(stand(obs, low, high) if scripted else torch.rand(n, 21, generator=gen) * 2 - 1)
-            obs, total, alive = step.obs["policy"], total + step.reward * alive, alive & ~step.first
-        means.append(float(total.mean()))
-    print(f"return of the first episode: standing {means[0]:.0f}, random {means[1]:.0f}")
-    assert means[0] > means[1] + 60

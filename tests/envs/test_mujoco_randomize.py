@@ -165,33 +165,9 @@ def test_a_delay_shows_old_observations_and_never_another_episodes() -> None:
         assert torch.equal(step.final_obs["policy"], expected)
 
 
-def test_randomised_runs_repeat_with_the_seed_and_resume() -> None:
-    def build_all(threads: int = 1) -> MujocoVec:
-        curriculum = {"kind": "survive"}
-        return build(
-            "hopper", 5, threads=threads, max_episode_steps=12, randomize=ALL, curriculum=curriculum, stagger=True
-        )
-
-    env, twin = build_all(), build_all(2)
-    actions = random_actions(env, 60)
-    assert torch.equal(env.reset(seed=4)["policy"], twin.reset(seed=4)["policy"])
-    for action in actions[:30]:
-        a, b = env.step(action), twin.step(action)
-        assert torch.equal(a.obs["policy"], b.obs["policy"])
-        assert torch.equal(a.log["level"], b.log["level"])
-    saved = env.state_dict()
-    later = [env.step(action) for action in actions[30:]]
-    assert torch.stack([step.log["level"] for step in later]).max() > 0
-    other = build_all()
-    other.load_state_dict(saved)
-    for action, step in zip(actions[30:], later, strict=True):
-        again = other.step(action)
-        assert torch.equal(again.obs["policy"], step.obs["policy"])
-        assert torch.equal(again.reward, step.reward)
-
-
 def test_the_contract_holds_with_everything_on() -> None:
-    env = build("hopper", 4, max_episode_steps=30, randomize=ALL, curriculum={"kind": "linear", "steps": 200})
+    """Among others that a seed and a saved state repeat all that is drawn, and levels."""
+    env = build("hopper", 4, max_episode_steps=12, randomize=ALL, curriculum={"kind": "survive"}, stagger=True)
     report = check_env(env, steps=80)
     assert report.ok, str(report)
 

@@ -189,21 +189,6 @@ def test_a_masked_reset_changes_only_its_rows() -> None:
     assert env.engine.state()[mask][:, 0].tolist() == [0.0, 0.0]  # time
 
 
-def test_resume_repeats_every_bit() -> None:
-    env, other = (build("halfcheetah", 4, max_episode_steps=7) for _ in range(2))
-    actions = random_actions(env, 20)
-    env.reset(seed=5)
-    for action in actions[:10]:
-        env.step(action)
-    saved = env.state_dict()
-    later = [env.step(action) for action in actions[10:]]
-    other.load_state_dict(saved)
-    for action, step in zip(actions[10:], later, strict=True):
-        again = other.step(action)
-        assert torch.equal(again.obs["policy"], step.obs["policy"])
-        assert torch.equal(again.reward, step.reward)
-
-
 def test_the_contract_holds(conforms) -> None:
     conforms(build("halfcheetah", 4, max_episode_steps=12), 30)
 
@@ -365,14 +350,6 @@ def test_a_model_that_warp_cannot_simulate_is_refused() -> None:
     model.opt.solver = mujoco.mjtSolver.mjSOL_PGS
     with pytest.raises(ConfigError, match="engine=warp: expected batch: Warp cannot simulate this model"):
         WarpEngine(model, 2, torch.device("cpu"))
-
-
-def test_closed_environment_says_so() -> None:
-    env = build("halfcheetah", 2)
-    env.reset(seed=0)
-    env.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        env.step(torch.zeros(2, 6))
 
 
 def test_the_engine_follows_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-from pql.contract.conformance import check_env
-from pql.contract.env import Discrete, find_factory, make_env
 from pql.envs.tmaze import TMaze
 
 
@@ -61,13 +59,6 @@ def test_who_stands_still_is_cut_off():
         step = env.step(torch.ones(3, dtype=torch.int64))
         assert step.truncated.tolist() == [t == 12] * 3
         assert not step.reward.any()
-
-
-def test_conforms_and_describes_itself():
-    described = find_factory("tmaze").describe(6, "cpu", length=3)
-    assert (described.action, described.max_episode_steps, described.log) == (Discrete(3), 16, ("success",))
-    report = check_env(make_env("tmaze", 6, length=3), 90, described=described)
-    assert report.ok, report
 
 
 def test_a_picture_shows_where_it_is():

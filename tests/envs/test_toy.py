@@ -98,24 +98,6 @@ def test_counter_restarts_unannounced_and_staggers():
 
 
 @pytest.mark.parametrize(
-    "env", [Counter(5, autoreset="next_step", restart_every=3), LQR(5, max_episode_steps=7), Recall(5)]
-)
-def test_toys_resume_bit_for_bit(env):
-    env.reset(3)
-    actions = torch.rand(30, 5, 2, generator=torch.Generator().manual_seed(1)) * 2 - 1
-    for action in actions[:10]:
-        env.step(action)
-    state = env.state_dict()
-    once = [env.step(action) for action in actions]
-    env.reset(4)
-    env.load_state_dict(state)
-    for step, action in zip(once, actions, strict=True):
-        again = env.step(action)
-        assert torch.equal(step.obs["policy"], again.obs["policy"])
-        assert torch.equal(step.reward, again.reward)
-
-
-@pytest.mark.parametrize(
     ("kwargs", "setting"),
     [
         ({"num_envs": 0}, "num_envs"),
@@ -179,17 +161,6 @@ def test_lqr_values_equal_brute_force_sums(gamma):
         first = -((x @ env.Q) * x).sum(1) - ((u @ env.R) * u).sum(1)
         torch.testing.assert_close(q_value(env, x, u, gamma, gain), first + gamma * following, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(value(env, x, gamma), rollout_value(env, x, gamma, optimal_gain(env, gamma)))
-
-
-def test_lqr_gain_is_the_best_one():
-    env = LQR(2)
-    x, _ = probe(env)
-    best, K = value(env, x, 0.95), optimal_gain(env, 0.95)
-    gen = torch.Generator().manual_seed(0)
-    for _ in range(20):
-        other = K + 0.02 * torch.randn(2, 4, generator=gen, dtype=torch.float64)
-        assert (value(env, x, 0.95, other) < best).all()
-    torch.testing.assert_close(q_value(env, x, -x @ K.T, 0.95), best)
 
 
 def features(x, u):

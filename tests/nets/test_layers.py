@@ -136,14 +136,6 @@ def test_projected_weights_have_their_norm(kind):
     assert all(torch.equal(p, old) for p, old in zip(net.parameters(), once, strict=True))
 
 
-def test_plain_linear_layers_are_projected_by_output():
-    net = drawn(nn.Sequential(nn.Linear(3, 2)))
-    rows = net[0].weight.detach().clone()
-    project_weights(net, "linear")
-    for i in range(2):
-        assert net[0].weight[i].tolist() == pytest.approx([float(w) / length(rows[i]) for w in rows[i]], abs=1e-6)
-
-
 def unit(values):
     size = length(values)
     return [float(v) / size for v in values]

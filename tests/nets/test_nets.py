@@ -2,23 +2,11 @@
 
 import pytest
 import torch
+from plain_nets import plain
 from torch import nn
 
-from pql.nets.layers import EnsembleLayerNorm, EnsembleLinear
+from pql.nets.layers import EnsembleLinear
 from pql.nets.mlp import LOG_STD_MAX, LOG_STD_MIN, Critic, DeterministicPolicy, GaussianPolicy, Layers, NetInput, mlp
-
-
-def member(layer, e):
-    """Member ``e`` of an ensemble layer as torch's own layer."""
-    if isinstance(layer, EnsembleLinear):
-        one = nn.Linear(layer.weight.shape[1], layer.weight.shape[2])
-        one.weight.data, one.bias.data = layer.weight.data[e].T.clone(), layer.bias.data[e, 0].clone()
-        return one
-    if isinstance(layer, EnsembleLayerNorm):
-        one = nn.LayerNorm(layer.weight.shape[-1])
-        one.weight.data, one.bias.data = layer.weight.data[e, 0].clone(), layer.bias.data[e, 0].clone()
-        return one
-    return layer
 
 
 @pytest.mark.parametrize("layer_norm", [False, True])
@@ -32,20 +20,16 @@ def test_ensemble_equals_separate_networks(activation, layer_norm):
     x, seen = torch.randn(7, 5, requires_grad=True), torch.randn(3, 7, 3)
     out = net(x)
     (out * seen).sum().backward()
-    grad, x.grad = x.grad, None
+    wide = x.detach().double().requires_grad_()
     for e in range(3):
-        alone = nn.Sequential(*(member(layer, e) for layer in net))
-        one = alone(x)
+        alone = plain(net, e)
+        one = alone(wide)
         (one * seen[e]).sum().backward()
-        torch.testing.assert_close(out[e], one, rtol=0, atol=1e-5)
-        for layer, own in zip(net, alone, strict=True):
-            if isinstance(layer, EnsembleLinear):
-                torch.testing.assert_close(layer.weight.grad[e], own.weight.grad.T, rtol=1e-5, atol=1e-5)
-            elif isinstance(layer, EnsembleLayerNorm):
-                torch.testing.assert_close(layer.weight.grad[e, 0], own.weight.grad, rtol=1e-5, atol=1e-5)
-            if isinstance(layer, EnsembleLinear | EnsembleLayerNorm):
-                torch.testing.assert_close(layer.bias.grad[e, 0], own.bias.grad, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(grad, x.grad, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(out[e].double(), one, rtol=0, atol=1e-5)
+        for mine, own in zip(net.parameters(), alone.parameters(), strict=True):
+            got = mine.grad[e] if own.dim() == 2 else mine.grad[e, 0]
+            torch.testing.assert_close(got.T.double() if own.dim() == 2 else got.double(), own.grad, rtol=0, atol=1e-5)
+    torch.testing.assert_close(x.grad.double(), wide.grad, rtol=1e-5, atol=1e-5)
 
 
 def test_ensemble_members_differ_and_start_like_torch_linear():
@@ -135,7 +119,7 @@ def test_orthogonal_weights_and_small_heads(ensemble):
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 @pytest.mark.parametrize("ensemble", [None, 3])
 def test_residual_blocks_are_the_formula(norm, ensemble):
-    """embed, then x + W2 relu(W1 norm(x)) twice, then norm and head, in float64 by matrix products of each member."""
+    """embed, then x + W2 relu(W1 norm(x)) twice, then norm and head, in float64 for each member."""
     torch.manual_seed(0)
     net = mlp(5, Layers((6, 6), "relu", trunk="residual", norm=norm), 3, ensemble)
     with torch.no_grad():  # gains and biases start at 1 and 0
@@ -144,29 +128,7 @@ def test_residual_blocks_are_the_formula(norm, ensemble):
     x = torch.randn(7, 5)
     out = net(x)
     for e in range(ensemble or 1):
-        weights = [p[e] if ensemble else p for p in (p.detach().double() for p in net.parameters())]
-        want = residual(iter(weights), x.double(), norm, ensemble)
+        want = plain(net, e if ensemble else None)(x.double())
         torch.testing.assert_close((out[e] if ensemble else out).double(), want, rtol=1e-4, atol=1e-5)
     if ensemble:
         assert not torch.allclose(out[0], out[1])
-
-
-def residual(weights, x, norm, transposed):
-    """The network of two blocks from its parameters in order."""
-
-    def linear(x):
-        weight, bias = next(weights), next(weights)
-        return x @ (weight if transposed else weight.T) + bias
-
-    def normed(x):
-        if norm == "rms":
-            return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * next(weights)
-        x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, correction=0) + 1e-5).sqrt()
-        return x * next(weights) + next(weights)
-
-    h = linear(x)
-    for _ in range(2):
-        h = h + linear(linear(normed(h)).relu())
-    out = linear(normed(h))
-    assert next(weights, None) is None
-    return out

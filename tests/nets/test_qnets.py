@@ -1,6 +1,5 @@
 """Q networks: dueling, categorical, noisy, and the interface shared with all other policies."""
 
-import copy
 import math
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 from oracles import dueling, noisy_linear
 from torch import nn
 
-from pql.engine.flat import Flat
 from pql.nets.mlp import Layers, NetInput
 from pql.nets.q import NoisyLinear, QNetwork, QuantileNetwork, redraw_noise
 
@@ -163,22 +161,6 @@ def test_every_layer_after_the_encoder_is_noisy_or_none():
     generator_state = (gen := generator()).get_state()
     redraw_noise(network(), gen)  # nothing to draw: nothing is drawn
     assert torch.equal(gen.get_state(), generator_state)
-
-
-def test_the_noise_weights_learn():
-    net = network(noisy=0.5)
-    redraw_noise(net, generator())
-    net(obs()).square().sum().backward()
-    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in net.parameters())
-
-
-def test_a_flat_copy_computes_the_same():
-    net = network(noisy=0.5, dueling=True, atoms=ATOMS)
-    same = copy.deepcopy(net)
-    Flat(same, trained=True)
-    for one in (net, same):
-        redraw_noise(one, generator())
-    torch.testing.assert_close(net(obs()), same(obs()), rtol=0, atol=1e-6)
 
 
 def quantile_network(dueling=False, hidden=(6, 5), noisy=None, shared_grad=1.0):

@@ -1,7 +1,7 @@
 """Code blocks of README, docs and examples, all of them.
 
-Executed here: ``pql list`` and ``pql completion``. Executed by other tests: the Python blocks, each by the test that
-``test_blocks_run`` names, and the commands, by ``test_commands_run``. Everything is validated, so that a wrong setting
+Executed here: ``pql list`` and ``pql completion``. Executed by other tests: the Python blocks, by tests that name
+their page, and the commands, by ``test_commands_run``. Everything is validated, so that a wrong setting
 is found without running anything:
 
 * ``pql ...``, also after ``taskset``, ``torchrun`` or ``eval``: parsed to the end; every run of ``train`` (with ``-m``

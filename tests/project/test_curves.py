@@ -58,7 +58,7 @@ def test_pictures_over_both_axes(curves, tmp_path):
     assert {path.name for path in pictures.iterdir()} == {"env_steps.png", "seconds.png"}
 
 
-def test_what_is_missing_is_named(curves, tmp_path):
+def test_what_is_missing_or_wrong_is_named(curves, tmp_path, capsys):
     (tmp_path / "no").mkdir()
     file = tmp_path / "c.json"
     with pytest.raises(SystemExit, match=r"no: no run: .*config\.yaml is missing"):
@@ -77,8 +77,6 @@ def test_what_is_missing_is_named(curves, tmp_path):
         with pytest.raises(SystemExit, match=message):
             curves.main(words)
 
-
-def test_rates_are_positive_numbers(curves, tmp_path, capsys):
     with pytest.raises(SystemExit):
-        curves.main(["store", str(tmp_path), "--json", "c.json", "--rates", "pendulum=fast"])
+        curves.main(["store", folder, "--json", "c.json", "--rates", "pendulum=fast"])
     assert "pendulum=fast: env steps per second above 0 are expected" in capsys.readouterr().err

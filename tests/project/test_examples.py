@@ -5,7 +5,6 @@ import csv
 import json
 import re
 import runpy
-import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -139,14 +138,12 @@ class Session:
 
 def test_the_callback_ends_a_run_that_no_longer_improves():
     scope = example("callback")
-    stop, session = scope["StopOnPlateau"]("log.csv", patience=2), Session()
-    for step, value in enumerate([1.0, 3.0, 2.0, 4.0, 4.0]):
+    stop, session, stopped = scope["StopOnPlateau"]("log.csv", patience=2), Session(), []
+    for step, value in enumerate([1.0, 3.0, 2.0, 4.0, 4.0, 3.9]):
         stop(session, {"steps/env": 10.0 * step, "eval/return_mean": value})
         stop(session, {"steps/env": 10.0 * step})
-        assert not session.stop
-    stop(session, {"steps/env": 50.0, "eval/return_mean": 3.9})
-    assert session.stop
-    assert "4.0" in session.text
+        stopped.append(session.stop)
+    assert stopped == [False] * 5 + [True]
     with open("log.csv") as file:
         assert list(csv.reader(file))[-2:] == [["40", "4.0"], ["50", "3.9"]]
     # A policy that does not change cannot improve, so a run without end ends.
@@ -173,15 +170,8 @@ def test_an_exported_policy_acts_with_onnx_alone(capsys):
 
 def test_two_algorithms_are_compared(monkeypatch, no_pictures):
     scope = example("compare_algorithms")
-    short = [
-        "device=cpu",
-        "budget.seconds=null",
-        "budget.env_steps=600",
-        "num_envs=8",
-        "eval.num_envs=2",
-        "eval.every_seconds=null",  # an evaluation before the last one, on a busy machine, changes interpolated scores
-        "algo.warmup_steps=16",
-    ]
+    # An evaluation before the last one, on a busy machine, would change interpolated scores.
+    short = [*STEPS, "budget.env_steps=600", "num_envs=8", "eval.every_seconds=null", "algo.warmup_steps=16"]
     found = scope["main"]("task=lqr", *short, folder="runs/x", algorithms=("pql", "ppo"), seeds=(1, 2))
     groups = {group["label"]: group for group in found["tasks"][0]["groups"]}
     assert groups.keys() == {"pql", "ppo"}
@@ -212,7 +202,7 @@ def sorted_by_age(runs):
     return sorted(runs, key=lambda run: Path(run["checkpoint"]).stat().st_mtime)
 
 
-def test_demonstrations_are_good_and_fill_the_replay(capsys):
+def test_demonstrations_are_good_and_fill_the_replay():
     shown, run = example("demonstrations")["main"](*SMALL)
     assert shown > -200  # random actions: about -1,200
     columns = load_file("demonstrations.safetensors")
@@ -220,7 +210,6 @@ def test_demonstrations_are_good_and_fill_the_replay(capsys):
     inner = ~columns["truncated"][:-1]
     assert torch.equal(columns["next_obs.policy"][:-1][inner], columns["obs.policy"][1:][inner])
     assert columns["truncated"].sum() == 64
-    assert "12,800" in capsys.readouterr().out
     assert run.env_steps == 2048
 
 
@@ -232,9 +221,7 @@ def test_the_page_of_an_evaluation(no_pictures):
     text = page.read_text()
     returns = pql.evaluate(run.run_dir, episodes=8)["returns"]
     assert f"8 episodes: mean return {np.mean(returns):,.1f}" in text
-    assert len(re.findall("<rect", text)) == 20
     assert (page.parent / re.findall('href="([^"]+)"', text)[0]).exists()
-    assert len(re.findall("base64,([A-Za-z0-9+/=]+)", text)[0]) > 5_000
     heights = re.findall(r'height="([\d.]+)"', scope["bars"]([1.0, 2.0, 2.0, 3.0], count=2))
     assert heights == ["13.33", "40.00"]
 
@@ -252,32 +239,7 @@ def test_a_notebook_is_small_has_its_output_and_runs_anywhere(path):
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
     assert "find_spec" in "".join(code[0]["source"])
     assert code[0]["source"] == json.loads(NOTEBOOKS[0].read_text())["cells"][1]["source"]
-    assert not any(output["output_type"] == "error" for cell in code for output in cell["outputs"])
-    assert any("image/png" in output.get("data", {}) for cell in code for output in cell["outputs"])
-    shown = [
-        {**cell, "outputs": [{k: v for k, v in o.items() if k != "data"} for o in cell["outputs"]]} for cell in code
-    ]
-    assert not re.search(r"/(tmp|home|root|work|content|Users)\b", json.dumps(shown))
-
-
-@pytest.mark.parametrize("where", ["notebook", "beside"])
-def test_a_notebook_installs_the_repository_where_pql_is_missing(where, tmp_path, monkeypatch):
-    """In a clone, the clone; on a machine with the notebook alone, a clone in the working directory."""
-    source = "".join(json.loads(NOTEBOOKS[0].read_text())["cells"][1]["source"])
-    assert source.count("%pip install") == 1
-    code = re.sub(r"%pip install --quiet (.*)", r"installed.append(f\1)", source)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    root = EXAMPLES.parent
-    if where == "notebook":
-        monkeypatch.chdir(EXAMPLES / "notebooks")
-    else:
-        with pytest.raises(AssertionError, match="clone its repository"):
-            exec(code, {"installed": []})
-        (tmp_path / "clone").symlink_to(root)
-        root = tmp_path / "clone"
-    installed: list[str] = []
-    exec(code, {"installed": installed})
-    assert installed == [f"{root}[report]"]
-    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
-    assert project["name"] == "pql-rl"
-    assert "report" in project["optional-dependencies"]
+    outputs = [output for cell in code for output in cell["outputs"]]
+    assert not any(output["output_type"] == "error" for output in outputs)
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+    assert not re.search(r"/(tmp|home|root|work|content|Users)\b", str([o for o in outputs if "data" not in o]))

@@ -112,17 +112,13 @@ RUNS = [
 ]
 
 
-@pytest.fixture
-def log(tmp_path, monkeypatch):
+def test_the_table_counts_injected_faults_by_the_outcomes_with_the_last_sources(tmp_path, capsys, monkeypatch):
+    """A failure counts although the test passed when it was repeated; a page keeps its other sections."""
     monkeypatch.setattr(faults, "collected", lambda: {*"abcdefg"})
-    log = tmp_path / "log.jsonl"
+    log, page = tmp_path / "log.jsonl", tmp_path / "page.md"
     log.write_text("".join(json.dumps(one) + "\n" for one in RUNS) + '{"cut')
-    return log
-
-
-def test_the_table_counts_injected_faults_by_the_outcomes_with_the_last_sources(log, tmp_path, capsys):
-    """A failure counts although the test passed when it was repeated."""
-    assert faults.main(["--table", "--log", str(log), "--page", str(tmp_path / "page.md")]) == 1
+    page.write_text("# Quality\n\n## Faults\n\nreplaced\n\n## Long runs\n\nsame\n")
+    assert faults.main(["--table", "--log", str(log), "--page", str(page)]) == 1
     out, err = capsys.readouterr()
     lines = out.splitlines()
     assert lines[2].endswith("| 100 | 103 (*) | 3 |  | 2.0 | abc |")  # row 1: one test failed
@@ -133,23 +129,10 @@ def test_the_table_counts_injected_faults_by_the_outcomes_with_the_last_sources(
     assert err.endswith("\n7 tests were last run with other sources (see the commits in the table)\n")
     assert "row 8, twice: 7 of 50\n" in err
     assert "row 36" not in err
-    page = (tmp_path / "page.md").read_text()
+    page = page.read_text()
+    assert page.startswith("# Quality\n\n## Faults\n\n")
+    assert page.endswith("\n\n## Long runs\n\nsame\n")
+    assert "replaced" not in page
     assert "| 8 | once | 50 | 60 | 60 | 0.3 |\n| 8 | twice | 50 | 7 (*) | 7 | 0.4 |\n" in out
     assert "7 tests took 0 minutes in all, several at a time (load average 1.5 in the median, at most 1.5)." in page
     assert ("nothing here was measured on a GPU" in page) != torch.cuda.is_available()
-
-
-def test_a_page_keeps_its_other_sections(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("# Quality\n\n## Faults\n\nold\n\n## Long runs\n\nsame\n")
-    for text in ("new", "newer"):
-        faults.write(page, f"## Faults\n\n{text}\n")
-        assert page.read_text() == f"# Quality\n\n## Faults\n\n{text}\n\n## Long runs\n\nsame\n"
-
-
-def test_it_is_an_error_to_collect_nothing(monkeypatch):
-    for status, out in ((5, "no tests ran"), (0, ""), (2, "tests/x.py::y\nerror")):
-        done = subprocess.CompletedProcess([], status, out)
-        monkeypatch.setattr(faults, "run_pytest", lambda *words, done=done, **more: done)
-        with pytest.raises(SystemExit, match="pytest collected"):
-            faults.collected()

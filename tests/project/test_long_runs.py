@@ -7,13 +7,9 @@ import torch
 
 from pql.collect.epsilon import Epsilon
 from pql.config import EpsilonConfig
-from pql.contract.env import ObsSpec
 from pql.data.priority import PriorityRule, Ranked
-from pql.data.replay import Replay
-from pql.data.sizes import ReplayLayout
 from pql.engine.optim import LrSchedule, annealed
 from pql.run.log.displays import duration
-from pql.types import Step
 
 ROOT = Path(__file__).parents[2]
 EDGE = 2**31
@@ -50,19 +46,3 @@ def test_schedules_stay_at_their_ends():
 )
 def test_times_of_many_hours_have_one_form(seconds, text):
     assert duration(seconds) == text
-
-
-def test_a_full_ring_of_environments_that_answer_at_different_times_counts_as_intact(tool):
-    """The load tool reads the rows that can be drawn: a late environment's next row may lie on the oldest ones."""
-    load, wide = tool("bench.checked_learner"), 2
-    replay = Replay(ReplayLayout({"policy": ObsSpec((4,))}, None, wide, 20, 1, False), CPU, ragged=True)
-    state = torch.tensor([[1.0, i, 0.0, 0.0] for i in range(wide)])
-    replay.begin({"policy": state})
-    no, yes = torch.zeros(wide, dtype=torch.bool), torch.ones(wide, dtype=torch.bool)
-    for tick in range(91):
-        arrived = torch.tensor([True, tick % 3 > 0])  # the second environment is late in the last tick, too
-        state = state + arrived[:, None] * torch.tensor([0.0, 0, 0, 1])
-        step = Step({"policy": state}, torch.zeros(wide), no, no, no, {"policy": state}, yes, yes, {})
-        replay.insert(torch.zeros(wide, dtype=torch.int64), step, None, arrived)
-    readable = wide * (replay.rows - replay.guard)
-    assert load.check_ring(replay) == {"ring": readable, "ring_repeated": 0, "ring_torn": 0}

@@ -4,7 +4,6 @@ import json
 
 import numpy as np
 import pytest
-import torch
 from scipy import stats
 from test_tools import check
 
@@ -40,25 +39,17 @@ def test_lead_without_spread_is_exact(report):
     assert report.lead({"a": np.full(2, -50.0)}, {"a": np.full(2, -100.0)}) == pytest.approx((0.5, 0.5, 0.5))
 
 
-def test_lead_redraws_the_seeds_of_both_sides_within_each_task(report):
+def test_lead_redraws_the_seeds_of_both_sides(report):
     rng = np.random.default_rng(1)
-    ours, theirs = (
-        {t: rng.normal(m, 20, 12) for t, m in means.items()} for means in ({"a": 120, "b": 90}, {"a": 100, "b": 80})
-    )
+    ours, theirs = rng.normal(120, 20, 12), rng.normal(100, 20, 12)
 
     def one(a, b, axis=-1):
         return (a.mean(axis) - b.mean(axis)) / b.mean(axis)
 
-    estimate, lower, upper = report.lead({"a": ours["a"]}, {"a": theirs["a"]})
-    found = stats.bootstrap((ours["a"], theirs["a"]), one, method="percentile", n_resamples=20_000, rng=2)
-    assert estimate == pytest.approx(one(ours["a"], theirs["a"]))
+    estimate, lower, upper = report.lead({"a": ours}, {"a": theirs})
+    found = stats.bootstrap((ours, theirs), one, method="percentile", n_resamples=20_000, rng=2)
+    assert estimate == pytest.approx(one(ours, theirs))
     assert (lower, upper) == pytest.approx(tuple(found.confidence_interval), abs=0.01)
-    # Two strata: the variances of the logarithms of the tasks' own ratios add up to four times that of their mean.
-    spread = [np.log1p(report.lead({t: ours[t]}, {t: theirs[t]})) for t in "ab"]
-    both = np.log1p(report.lead(ours, theirs))
-    assert both[0] == pytest.approx((spread[0][0] + spread[1][0]) / 2)
-    width = np.hypot(*(s[2] - s[1] for s in spread)) / 2
-    assert both[2] - both[1] == pytest.approx(width, rel=0.1)
 
 
 def run_of(contender, task, seed, value):
@@ -76,11 +67,8 @@ def test_rows_and_tables(report):
     assert found["hopper: pql:ppo, mean"]["value"] == 1003
     assert found["hopper: pql:ppo, median"]["runs"] == 3
     assert found["pql:ppo over sb3:ppo, all tasks: lead"]["value"] == pytest.approx(1.006)
-    lower, upper = (found[f"pql:ppo over sb3:ppo, hopper: {end} 95 %"]["value"] for end in ("lower", "upper"))
-    assert (lower, upper) == pytest.approx((1.002, 1.012))
-    assert found["pql:pql over pql:ppo, all tasks: lead"]["value"] == pytest.approx(3000 / 1003 - 1)
+    assert found["pql:pql over pql:ppo, hopper: lead"]["value"] == pytest.approx(3000 / 1003 - 1)
     assert not any("over pql:pql" in name or ", ant:" in name for name in found)
-    assert "pql:pql over pql:ppo, hopper: lead" in found
     text = report.tables(rows)
     assert "| hopper | pql:ppo | 1,002 | 1,003 | 1,002 | 3 |" in text
     assert "| pql:ppo over sb3:ppo | hopper | +100.6% | +100.2% to +101.2% |" in text
@@ -132,18 +120,28 @@ def test_a_smoke_run_of_every_kind_is_stored_and_skipped_next_time(bench, tmp_pa
     assert "ran" not in capsys.readouterr().err
 
 
-def test_by_steps_a_run_takes_the_steps_of_its_time_at_the_median_rate(bench, tmp_path, monkeypatch):
+@pytest.fixture
+def compared(bench, tmp_path, monkeypatch):
+    """Return a function: (stand-in for a run, words of the command) -> the runs that are stored."""
+
+    def compare(trained, *words):
+        monkeypatch.setattr(bench, "measure_apart", trained)
+        command = [*words, "--tasks", "pendulum", "--runs", str(tmp_path / "runs.jsonl")]
+        assert bench.main(command) == bench.main(command) == 0  # the second time from the file
+        return [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
+
+    return compare
+
+
+def test_by_steps_a_run_takes_the_steps_of_its_time_at_the_median_rate(compared):
     speeds = {"pql:ppo": iter([100.0, 400.0, 200.0]), "sb3:ppo": iter([10.0, 20.0, 30.0])}
 
     def trained(job, episodes, python):
         steps = job.budget.env_steps or round(next(speeds[job.contender]) * job.budget.seconds)
         return {**job.facts(), "return_mean": 1.0, "env_steps": steps, "seconds": job.budget.seconds}
 
-    monkeypatch.setattr(bench, "measure_apart", trained)
-    path = tmp_path / "runs.jsonl"
-    command = ["--by-steps", "--contenders", "pql:ppo", "sb3:ppo", "--tasks", "pendulum", "--seconds", "90"]
-    assert bench.main([*command, "--seeds", "1", "2", "--runs", str(path)]) == 0
-    stored = [json.loads(line) for line in path.read_text().splitlines()]
+    words = ["--by-steps", "--contenders", "pql:ppo", "sb3:ppo", "--seconds", "90", "--seeds", "1", "2"]
+    stored = compared(trained, *words)
     # Three short runs of each come first, in turn; a slow one among them makes no run longer.
     assert [(r["kind"], r["contender"]) for r in stored[:6]] == [("rate", "pql:ppo"), ("rate", "sb3:ppo")] * 3
     assert [(r["contender"], r["seed"], r["env_steps"]) for r in stored[6:]] == [
@@ -152,38 +150,18 @@ def test_by_steps_a_run_takes_the_steps_of_its_time_at_the_median_rate(bench, tm
         ("pql:ppo", 2, 18_000),
         ("sb3:ppo", 2, 1_800),
     ]
-    assert bench.main([*command, "--seeds", "1", "2", "--runs", str(path)]) == 0  # from the file, the rates too
 
 
-def test_equal_steps_for_all(bench, tmp_path, monkeypatch):
+def test_equal_steps_for_all(compared):
     def trained(job, episodes, python):
         assert python == "other/python"
         curve = curve_of((9.0, job.budget.env_steps, 7, 3.0))
         return {**job.facts(), **curve[-1], "curve": curve}
 
-    monkeypatch.setattr(bench, "measure_apart", trained)
-    path = tmp_path / "runs.jsonl"
-    command = ["--contenders", "pql:sac", "skrl:sac", "--tasks", "pendulum", "--seeds", "1", "--steps", "500"]
-    assert bench.main([*command, "--python", "other/python", "--points", "2", "--runs", str(path)]) == 0
-    stored = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [(r["contender"], r["budget"], r["budget_steps"], r["env_steps"]) for r in stored] == [
-        ("pql:sac", 0.0, 500, 500),
-        ("skrl:sac", 0.0, 500, 500),
-    ]
-
-
-def test_a_budget_of_steps_does_not_look_at_the_clock(tool, tmp_path):
-    pytest.importorskip("rsl_rl")
-    pytest.importorskip("stable_baselines3")
-    peers, courses = tool("peers.contenders"), tool("peers.course")
-    for name in ("pql:ppo", "rsl_rl:ppo", "sb3:ppo"):
-        settings = peers.contender(name).settings("pendulum")
-        rollout = 64 * 64 if name == "sb3:ppo" else None
-        course = courses.Course(courses.Budget(1e-3, 5_000))
-        peers.contender(name).train("pendulum", 1, course, settings)
-        (end,) = course.curve
-        assert 5_000 <= end["env_steps"] <= 5_000 + (rollout or 16_384)
-        assert end["updates"] > 0
+    words = ["--contenders", "pql:sac", "skrl:sac", "--seeds", "1", "--steps", "500", "--points", "2"]
+    stored = compared(trained, *words, "--python", "other/python")
+    assert [r["contender"] for r in stored] == ["pql:sac", "skrl:sac"]
+    assert [(r["budget"], r["budget_steps"], r["env_steps"]) for r in stored] == [(0.0, 500, 500)] * 2
 
 
 def test_a_course_evaluates_at_equal_parts_with_the_clock_standing_still(tool, monkeypatch):
@@ -231,28 +209,6 @@ def test_curves_are_read_between_evaluations_but_not_outside(report):
     assert report.timed({"curve": curve, "budget": 0.0, "budget_steps": 3000}) is curve
 
 
-def test_the_rate_of_a_run_with_points_is_that_of_its_last_part(bench, tmp_path, monkeypatch):
-    slow = iter([1.0, 4.0, 2.0])
-
-    def trained(job, episodes, python):
-        if job.kind == "run":
-            curve = curve_of((9.0, job.budget.env_steps, 1, 1.0))
-        else:  # 10,000 random steps, then few
-            assert (job.points, job.budget.seconds) == (3, 30.0)
-            k = 100 * next(slow)
-            curve = curve_of((10.0, 10_000, 0, 0.0), (20.0, 10_000 + 10 * k, 1, 0.0), (30.0, 10_000 + 20 * k, 2, 0.0))
-        return {**job.facts(), **curve[-1], "curve": curve}
-
-    monkeypatch.setattr(bench, "measure_apart", trained)
-    path = tmp_path / "runs.jsonl"
-    command = ["--by-steps", "--contenders", "sb3:sac", "--tasks", "pendulum", "--seconds", "90", "--seeds", "1"]
-    assert bench.main([*command, "--points", "4", "--runs", str(path)]) == 0
-    *_, run = (json.loads(line) for line in path.read_text().splitlines())
-    assert run["env_steps"] == 10_000 + 80 * 200  # not 90 * 14,000 / 30
-    assert (run["points"], run["budget"]) == (4, 90.0)
-    assert bench.rate_of({"env_steps": 300, "seconds": 3.0}).steps(5) == 500
-
-
 def test_tables_by_seconds_and_by_env_steps_have_the_other_counts_beside(report):
     def run(contender, seed, *rows):
         facts = {"task": "hopper", "contender": contender, "seed": seed, "budget": 40.0, "budget_steps": None}
@@ -266,39 +222,16 @@ def test_tables_by_seconds_and_by_env_steps_have_the_other_counts_beside(report)
     ]
     seconds, steps = (part.splitlines() for part in report.curve_tables(runs).split("By env steps:"))
     assert "| hopper | pql:sac | 40 | 140,000 | 400 | 750 | 750 | 750 | 2 |" in seconds
-    assert "| hopper | skrl:sac | 20 | 26,667 | 50 | 37 | 37 | 37 | 2 |" in seconds
     assert "| hopper | pql:sac | 27 | 100,000 | 267 | 550 | 550 | 550 | 2 |" in steps
     assert "| hopper | skrl:sac | 19 | 25,000 | 49 | 35 | 35 | 35 | 2 |" in steps
     assert sum("skrl" in line for line in steps) == 1  # one of its runs begins after 10,000, one ends before 50,000
     assert report.curve_tables([{"task": "hopper", "contender": "pql:sac", "budget": 1.0}]) == ""
 
 
-def test_a_picture_shows_the_median_and_the_range_as_far_as_all_seeds_have_come(tool, tmp_path):
-    picture = tool("peers.picture")
-
-    def run(seed, ends, returns):
-        curve = [{"seconds": x, "env_steps": 10 * x, "return_mean": y} for x, y in zip(ends, returns, strict=True)]
-        return run_of("pql:pql2", "walker2d", seed, returns[-1]) | {"curve": curve}
-
-    runs = [run(0, (10, 20), (0, 100)), run(1, (5, 25), (30, 30)), run(2, (10, 20), (50, 250))]
-    grid, (low, middle, high) = picture.band(runs, "seconds")
-    assert (grid[0], grid[-1]) == (10, 20)
-    assert (low[0], middle[0], high[0]) == (0, 30, 50)
-    assert (low[-1], middle[-1], high[-1]) == (30, 100, 250)
-    assert high[100] == pytest.approx(np.interp(grid[100], (10, 20), (50, 250)))
-    pytest.importorskip("matplotlib")
-    picture.draw([*runs, *({**r, "task": "hopper"} for r in runs)], "env_steps", tmp_path / "new" / "steps.png")
-    assert (tmp_path / "new" / "steps.png").stat().st_size > 10_000
-
-
 def test_our_sizes_in_their_names(tool):
     from pql.config.compose import compose
 
-    peers, courses, config = (
-        tool("peers.contenders"),
-        tool("peers.course"),
-        compose(["task=hopper", "algo=ppo", "device=cpu"]),
-    )
+    peers, config = tool("peers.contenders"), compose(["task=hopper", "algo=ppo", "device=cpu"])
     rows = config.num_envs * config.algo.horizon
     theirs, sb3 = (peers.contender(f"{name}:ppo-ours").settings("hopper") for name in ("rsl_rl", "sb3"))
     assert theirs["num_envs"] * theirs["num_steps_per_env"] == sb3["num_envs"] * sb3["model"]["n_steps"] == rows
@@ -306,10 +239,6 @@ def test_our_sizes_in_their_names(tool):
     assert theirs["actor"]["hidden_dims"] == sb3["policy"]["net_arch"]["pi"] == config.algo.policy.hidden
     assert theirs["critic"]["hidden_dims"] == sb3["policy"]["net_arch"]["vf"] == config.algo.critic.hidden
     assert theirs["algorithm"]["desired_kl"] == config.algo.kl_target
-    for train, settings in ((peers.train_rsl_rl, theirs), (peers.train_sb3, sb3)):
-        course = courses.Course(courses.Budget(0.01))
-        train("hopper", 1, course, settings)
-        assert course.curve[-1]["env_steps"] > 0
 
 
 def test_contenders_by_group_and_our_presets_by_name(bench):
@@ -324,26 +253,3 @@ def test_contenders_by_group_and_our_presets_by_name(bench):
         bench.contender("pql:td3 device=cuda").settings("hopper")
     with pytest.raises(SystemExit, match=r"--contenders sb3:ddpg: on-policy, off-policy, .*pql:PRESET are allowed"):
         bench.named(["sb3:ddpg"])
-
-
-def test_points_on_the_way_of_a_pql_run_change_nothing(tool):
-    peers, courses = tool("peers.contenders"), tool("peers.course")
-
-    def acts(act):
-        return {"r": act({"policy": torch.linspace(-1, 1, 6).reshape(2, 3)}).tolist()}
-
-    def trained(points):
-        course = courses.Course(courses.Budget(0.0, 3_200), points, acts)
-        settings = peers.contender("pql:pql").settings("pendulum")
-        settings["words"] += ["logger.every_seconds=0.001", "algo.warmup_steps=8"]
-        peers.train_pql("pendulum", 1, course, settings)
-        return course.curve
-
-    one, several = trained(1), trained(4)
-    assert len(one) == 1 < len(several) <= 4
-    assert {k: v for k, v in several[-1].items() if k != "seconds"} == {
-        k: v for k, v in one[0].items() if k != "seconds"
-    }
-    assert [p["env_steps"] for p in several] == sorted({p["env_steps"] for p in several})
-    assert [p["updates"] for p in several] == sorted({p["updates"] for p in several})
-    assert len({str(p["r"]) for p in several}) == len(several)

@@ -64,6 +64,12 @@ def task(name: str, *marks: pytest.MarkDecorator) -> Any:
     return pytest.param(name, marks=[*marks, *found])
 
 
+def quat(axis: tuple[float, float, float], angle: float) -> Tensor:
+    """Return the quaternion of a turn by ``angle`` radians about a unit axis, in float64."""
+    half = angle / 2
+    return torch.tensor([math.cos(half), *(math.sin(half) * part for part in axis)], dtype=torch.float64)
+
+
 class Base:
     """Motion of a robot's free body, computed from its ``qpos`` and ``qvel`` and MuJoCo's matrix."""
 
