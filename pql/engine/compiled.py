@@ -232,15 +232,26 @@ def cast_of(call: Call) -> tuple[Outside, torch.dtype] | None:
     return None
 
 
-SETTINGS = {"deterministic": True, "triton.cudagraphs": False, "shape_padding": False}
+SETTINGS = {
+    "deterministic": True,
+    "triton.cudagraphs": False,
+    "shape_padding": False,  # measures; ``forms.product`` pads
+    "combo_kernels": True,
+    "combo_kernels_autotune": 0,
+    "combo_kernels_pointwise_only": True,  # combined reductions get blocks that take minutes to compile
+}
+"""Inductor's settings. Versions of PyTorch that lack the last one do not combine kernels."""
 
 
 def inductor(module: torch.fx.GraphModule, example: list[Tensor]) -> Callable[[list[Tensor]], Sequence[Tensor]]:
     """Compile a graph. Returns a function of a list of tensors like those of ``example``."""
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
 
+    combines = hasattr(config, "combo_kernels_pointwise_only")
+    settings = {k: v for k, v in SETTINGS.items() if combines or not k.startswith("combo")}
     with torch.no_grad():
-        function = cast(Any, compile_fx(module, example, config_patches=SETTINGS))
+        function = cast(Any, compile_fx(module, example, config_patches=settings))
     return lambda given: function(*given)
 
 
