@@ -258,7 +258,7 @@ SMALL: dict[str, Any] = {
     "seed": 3,
     "replay": {"capacity": 4096},
     "budget": {"env_steps": 1000},
-    "placement": {"executor": "inline", "threads": {"collector": 1, "v": 1, "p": 1}},
+    "placement": {"executor": "inline", "compile": "off", "threads": {"collector": 1, "v": 1, "p": 1}},
     "algo": {
         "batch_size": 32,
         "v_per_step": 2,

@@ -94,6 +94,14 @@ def no_compiler(device: torch.device) -> str | None:
     return None
 
 
+def compilable(choice: Choice, device: torch.device) -> Choice:
+    """Return ``choice``; with a warning ``off`` in place of ``auto`` if Inductor cannot compile for the device."""
+    if choice == "auto" and device.type == "cuda" and (why := no_compiler(device)) is not None:
+        warnings.warn(f"placement.compile=auto: nothing is compiled, {why}", PqlWarning, stacklevel=2)
+        return "off"
+    return choice
+
+
 class Graph:
     """A body of device work that reads and writes fixed addresses.
 

@@ -11,7 +11,7 @@ from pql.algos.registry import Setup, Wiring, family_of
 from pql.config import Config
 from pql.contract.env import EnvSpec, VecEnv
 from pql.engine.executors import Executor, Inline, Threads
-from pql.engine.graph import EAGER, Choice, Execution
+from pql.engine.graph import EAGER, Choice, Execution, compilable
 from pql.engine.placement import Machine, keep_freed_memory, machine_of, make_executor, make_inline, set_precision
 from pql.engine.schedule import Concurrent, Counts, Lockstep, Schedule, Trace
 from pql.engine.worker import LearnerJob, WeightSlot, Worker
@@ -40,8 +40,9 @@ def build(
     keep_freed_memory()
     counts = family.counts(config)
     first = machines[0]
-    execution = Execution(cast(Choice, config.graphs), cast(Choice, config.placement.compile))
     home, together = first.devices[config.algo.learners[0]], all(m.devices == first.devices for m in machines)
+    choice = compilable(cast(Choice, config.placement.compile), home)
+    execution = Execution(cast(Choice, config.graphs), choice)
     spec = env.spec if env is not None else describe_env(config if together else each[0], first)
     rows = 0 if spec is None else _check(config, spec, counts, home, env)
     with ExitStack() as opened:  # closes started environments if a later step fails

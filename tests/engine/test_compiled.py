@@ -239,6 +239,15 @@ def test_a_missing_compiler_or_an_exception_leaves_the_eager_body(monkeypatch, f
     assert owner.tensors["x"].tolist() == [3.0] * 3
 
 
+def test_what_a_gpu_lacks_to_compile_is_said_once(monkeypatch):
+    cuda = torch.device("cuda", 0)
+    monkeypatch.setattr(graph.importlib.util, "find_spec", lambda name: None)
+    with pytest.warns(PqlWarning, match=r"^placement.compile=auto: nothing is compiled, triton is not installed$"):
+        assert graph.compilable("auto", cuda) == "off"
+    assert [graph.compilable(c, cuda) for c in ("on", "off")] == ["on", "off"]
+    assert graph.compilable("auto", CPU) == "auto"
+
+
 def test_auto_compiles_on_cuda_alone():
     owner = Owner(x=torch.zeros(1))
     for device, choice in ((CPU, "off"), (torch.device("cuda", 0), "auto")):

@@ -389,6 +389,15 @@ def test_every_order_on_three_streams_gives_the_same_bits(algo):
         assert differences(reference, run(config, TICKS, Ordered(config, order))) == [], order
 
 
+@everywhere({**{k: ALGOS[k] for k in ("pql", "pql_sac", "modern")}, "ppo": ON_POLICY["ppo"]})
+def test_compiled_runs_give_the_same_bits_in_every_order(algo):
+    config = gpu_config(algo=algo, placement={"compile": "on"})
+    reference = run(config, TICKS, Inline())
+    for order in ORDERS if algo.get("family") != "ppo" else ():
+        assert differences(reference, run(config, TICKS, Ordered(config, order))) == [], order
+    assert differences(reference, run(config, TICKS, Inline())) == []
+
+
 @pytest.mark.fault(27, cases=(1, 10))
 @HERE_TOO
 def test_random_delays_on_the_streams_change_nothing(cases):
