@@ -86,6 +86,11 @@ class EnvSlice:
         """Return True if :meth:`step` is one graph."""
         return self._step.graph is not None
 
+    @property
+    def compiled(self) -> bool:
+        """Return True if any part of a step is compiled."""
+        return any(body.program is not None for body in (self._act, self._record, self._step))
+
     def step(self) -> None:
         """Choose actions with the policy, step the simulator, and record the row, in one graph."""
         self._step()

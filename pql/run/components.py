@@ -66,6 +66,12 @@ class Parts:
                 with intra_op(self.workers[name].threads):
                     job.graph.prepare()
 
+    def compiled(self) -> list[str]:
+        """Return the workers whose bodies are compiled."""
+        acting = any(part.compiled for part in self.collector.slices)
+        learning = [name for name, job in self.jobs.items() if job.graph.program is not None]
+        return [*(["collector"] if acting else []), *learning]
+
     def preparation(self) -> str:
         """Return what :meth:`prepare` is doing, in words. Other threads may call it."""
         return preparation(self.env)

@@ -184,6 +184,8 @@ def say_notes(session: "Session") -> None:
         session.say(f"replay starts with {session.prefilled:,} transitions of {config.replay.prefill}")
     if not parts.schedule.reproducible:
         session.say("replicas run free: the same seed would give other bits (algo.central.order=turns repeats them)")
+    if names := parts.compiled():
+        session.say(f"compiled: {', '.join(names)}")
     wanted = config.eval.final or config.eval.every_seconds is not None
     if wanted and (note := limit_note(parts.env.spec, config.eval.max_steps)):
         session.say(note)

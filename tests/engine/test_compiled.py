@@ -3,12 +3,14 @@
 from dataclasses import fields, replace
 
 import pytest
+import run_files
 import torch
 from conftest import bits, differences, flatten, start, ticks
 from sampling import sample
 from test_cpu_graph import RUNS, Owner
 from torch import Generator
 
+from pql.cli.main import main
 from pql.engine import compiled, graph
 from pql.engine.compiled import Region, compile_body, relative
 from pql.engine.executors import Inline, Threads
@@ -255,6 +257,11 @@ def test_auto_compiles_on_cuda_alone():
 
 
 # -- runs -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_says_what_is_compiled(plain, tmp_path, capsys):
+    assert main(["train", *run_files.words(tmp_path, "placement.compile=on")]) == 0
+    assert "compiled: collector, v, p\n" in "".join(capsys.readouterr())
 
 
 @pytest.mark.slow
