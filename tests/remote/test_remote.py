@@ -558,11 +558,10 @@ def test_an_actor_takes_a_step_no_longer_than_its_simulator(address):
     with remote(address, [make_sim("counter", 2, {}), slow], 4, wait=0.0) as env:
         parts = build(small_config(num_envs=4, algo={"v_per_step": 0.25, "p_per_v": 1}), env=env, executor=Inline())
         parts.start()
-        start = time.monotonic()
         parts.warm_up(10)
         heads = parts.collector.replays[0].live.head.tolist()
         assert sum(heads) >= 40
-        assert max(heads) > 3 * min(heads) or time.monotonic() - start > 1.5
+        assert max(heads) > 3 * min(heads)
 
 
 # -- a task's own presets ---------------------------------------------------------------------------------------------
