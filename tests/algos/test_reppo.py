@@ -27,7 +27,7 @@ from pql.engine.executors import Inline, Threads
 from pql.errors import ConfigError
 from pql.nets.actor_critic import Body, StochasticPolicy
 from pql.nets.distributions import DiagGaussian
-from pql.nets.mlp import Layers, NetInput
+from pql.nets.mlp import Layers, NetInput, RMSNorm, mlp
 from pql.run.build import build
 from pql.run.policy import fresh_policy, load_policy, snapshot
 
@@ -314,6 +314,16 @@ def test_the_standard_deviation_depends_on_the_observation():
     assert params.shape == (5, 4)
     assert params[:, 2:].std(0).min() > 0
     assert params.abs().max() < 0.2  # the last layer is small: mean 0 and deviation 1 at first
+
+
+def test_an_mlp_has_the_normalisation_that_is_asked_for():
+    net = mlp(3, Layers([4], "silu", layer_norm=True, norm="rms"), 2)
+    assert [type(m) for m in net] == [nn.Linear, RMSNorm, nn.SiLU, nn.Linear]
+    x = torch.randn(3, 4)
+    want = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    torch.testing.assert_close(net[1](x), want)
+    assert net[1](x.bfloat16()).dtype == torch.float32
+    assert [type(m) for m in mlp(3, Layers([4], layer_norm=True), 2)][1] is nn.LayerNorm
 
 
 class Features(nn.Module):

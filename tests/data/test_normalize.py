@@ -169,6 +169,16 @@ def test_a_restored_normalizer_continues_like_the_uninterrupted_one():
         assert torch.equal(a, b)
 
 
+def test_frozen_tensors_are_all_that_a_reader_needs():
+    one, two = (Normalizer(SPECS, 8, CPU, reward_gamma=0.9) for _ in range(2))
+    feed(one, frames(10, 8), 0)
+    for target, source in zip(two.frozen(), one.frozen(), strict=True):
+        target.copy_(source)
+    probe = next(frames(1, 8, 5))
+    assert all(torch.equal(one(probe)[k], two(probe)[k]) for k in probe)
+    assert two.reward_scale == one.reward_scale != 1
+
+
 def test_constant_reward_scale_needs_no_returns():
     norm = Normalizer({}, 3, CPU, reward_scale=0.01)
     no = torch.zeros(3, dtype=torch.bool)

@@ -43,6 +43,28 @@ def test_no_window_is_lost_where_every_row_is_cut_off(next_step):
     assert batch.mask.numel() >= 66
 
 
+@pytest.mark.parametrize("depth", [1, 4])
+@pytest.mark.parametrize("kind", ["step", "terminate", "truncate", "life"])
+def test_a_restart_from_outside_ends_every_window_and_stack(kind, depth):
+    """No window crosses into the new episode, and none is lost."""
+    ring = Recorded(2, 24, 1, depth=depth)
+    ring.restart()  # also before the first row
+    for what in ("step", "step", kind):
+        ring.insert([what] * 2)
+    ring.restart()
+    ring.seal()
+    counts = []
+    for _ in range(3):
+        batch = ring.everything(2, 0.9)
+        lost = int(ring.cursor.lost)
+        counts.append(int(batch.mask.sum()))
+        kinds = ring.check(batch, lost, 2, 0.9)
+        assert kinds["dropped"] == 0
+        ring.insert(["step"] * 2)
+        ring.seal()
+    assert counts == [6, 8, 10]
+
+
 # --- the counter environment: the same targets whatever the simulator's autoreset mode ---
 
 EPISODES = 6
