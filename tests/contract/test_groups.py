@@ -7,13 +7,12 @@ import pytest
 import torch
 from conftest import bits, differences, merge, small_config, start
 from ppo_runs import config_of
-from run_files import points, words
+from run_files import WORDS, whole_and_resumed
 from sampling import sample
 
 from pql.collect.actors import NoisyActor
 from pql.collect.episodes import EpisodeStats
 from pql.collect.exploration import Exploration
-from pql.config.compose import compose
 from pql.config.groups import ExploreConfig
 from pql.config.validate import validate
 from pql.contract.conformance import check_env
@@ -25,9 +24,6 @@ from pql.envs.classic import Pendulum
 from pql.envs.toy import Counter
 from pql.errors import ConfigError, RunError
 from pql.run.build import build
-from pql.run.resume import resume_config
-from pql.run.session import Session
-from pql.run.store import checkpoint
 
 STEPS = 120
 NEXT_STEP = {"task": {"name": "counter", "kwargs": {"autoreset": "next_step", "final_obs": "never", "stagger": True}}}
@@ -224,17 +220,10 @@ def test_the_parts_of_an_actor_are_views_with_the_rungs_of_the_whole():
 def test_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, case):
     if case:
         case += ("algo=ppo", "algo.horizon=4", "algo.minibatches=4")
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    steps = [16 * (8 + 4 * n) for n in (5, 10)]
-    for folder, budget in ((whole, steps[1]), (parts, steps[0])):
-        overrides = words(folder, "placement.groups=2", *case, f"budget.env_steps={budget}")
-        unread = ("algo.batch", "placement.threads.p", "replay.capacity") if case else ()
-        overrides = [w for w in overrides if not w.startswith(unread)]
-        Session(compose(overrides), quiet=True).train()
-    Session(resume_config(parts, [f"budget.env_steps={steps[1]}"]), resume=True, quiet=True).train()
-    a, b = (checkpoint.load(points(folder)[-1])[0] for folder in (whole, parts))
-    assert {"collector/env/0", "collector/env/1"} <= {"/".join(k.split("/")[:3]) for k in a}
-    assert differences(a, b) == []
+    unread = ("algo.batch", "placement.threads.p", "replay.capacity") if case else ()
+    own = [w for w in (*WORDS, "placement.groups=2", *case) if not w.startswith(unread)]
+    _, tensors, _ = whole_and_resumed(tmp_path, own, *(16 * (8 + 4 * n) for n in (5, 10)))
+    assert {"collector/env/0", "collector/env/1"} <= {"/".join(k.split("/")[:3]) for k in tensors}
 
 
 # -- grouped simulators -----------------------------------------------------------------------------------------------

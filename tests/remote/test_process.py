@@ -16,7 +16,7 @@ import pytest
 import torch
 from conftest import differences, small_config
 from far_python import far_python
-from run_files import points, words
+from run_files import whole_and_resumed, words
 
 import pql
 from pql.cli.main import main
@@ -31,8 +31,6 @@ from pql.remote.process import far, shared_cuda
 from pql.remote.process.near import ProcessVec
 from pql.run.build import build
 from pql.run.environment import build_env
-from pql.run.resume import resume_config
-from pql.run.session import Session
 from pql.run.store import checkpoint
 from pql.types import Step
 
@@ -295,16 +293,10 @@ def walk_words(folder, python, *more):
 
 @pytest.mark.fault(14)
 def test_a_run_in_another_python_resumes_bit_for_bit_and_is_evaluated(tmp_path, python, capsys):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    for folder, steps, more in ((whole, 640, ()), (parts, 320, ("eval.final=true",))):
-        Session(compose(walk_words(folder, python, f"budget.env_steps={steps}", *more)), quiet=True).train()
-    Session(
-        resume_config(parts, ["budget.env_steps=640", "eval.final=false"], trust=True), resume=True, quiet=True
-    ).train()
-    a, b = (checkpoint.load(points(folder)[-1])[0] for folder in (whole, parts))
-    assert "collector/env/keys" in a
-    assert differences(a, b) == []
-    assert main(["eval", str(parts), "--trust", "episodes=3"]) == 0
+    own = walk_words(tmp_path, python, "eval.final=true")
+    _, tensors, _ = whole_and_resumed(tmp_path, own, 320, 640, trust=True)
+    assert "collector/env/keys" in tensors
+    assert main(["eval", str(tmp_path / "parts"), "--trust", "episodes=3"]) == 0
     assert "3 episodes" in capsys.readouterr().out
 
 
@@ -372,27 +364,10 @@ drift = "drift_sim:Drift"
 py-modules = ["drift_sim"]
 """,
     "drift_sim.py": """
-import torch, pql
+from pql.envs.toy import Counter
 
-class Drift:
-    def __init__(self, num_envs, device, limit=20):
-        self.spec = pql.EnvSpec("drift", num_envs, {"policy": pql.ObsSpec((2,))}, pql.Box(2), torch.device(device),
-                                max_episode_steps=limit)
-        self.x = torch.zeros(num_envs, 2)
-        self.t = torch.zeros(num_envs, dtype=torch.int64)
-
-    def reset(self, seed=None):
-        self.x, self.t = torch.ones_like(self.x), torch.zeros_like(self.t)
-        return {"policy": self.x}
-
-    def step(self, action):
-        final, self.t = self.x + 0.1 * action.clamp(-1, 1), self.t + 1
-        over, no = self.t >= self.spec.max_episode_steps, torch.zeros_like(self.t, dtype=torch.bool)
-        self.x, self.t = torch.where(over[:, None], 1.0, final), self.t * ~over
-        return pql.Step({"policy": self.x}, -final.norm(dim=1), no, over, over, {"policy": final}, ~no, ~no, {})
-
-    def close(self):
-        pass
+class Drift(Counter):
+    pass
 """,
 }
 
@@ -408,7 +383,7 @@ def test_a_package_of_somebody_elses_trains_here_and_in_a_process(tmp_path, monk
     subprocess.run([sys.executable, "-m", "pip", *install, tmp_path / "source"], check=True, timeout=120)
     monkeypatch.syspath_prepend(str(site))
     monkeypatch.setenv("PYTHONPATH", str(site))
-    common = ["task=env", "task.name=drift", "task.kwargs.limit=10", "eval.final=true"]
+    common = ["task=env", "task.name=drift", "task.kwargs.episode_length=10", "eval.final=true"]
     for folder, more in (("here", []), ("there", [f"task.process.python={sys.executable}"])):
         assert main(["train", *(w for w in words(tmp_path / folder, *common, *more) if w != "task=pendulum")]) == 0
     capsys.readouterr()

@@ -133,35 +133,26 @@ def test_groups_become_a_dict_and_discrete_actions_stay_discrete():
 
 
 @pytest.mark.parametrize("wrap", [pql.wrap.gymnasium, pql.wrap.sb3])
-def test_several_discrete_actions_of_a_wrapper_begin_where_its_space_does(wrap):
+@pytest.mark.parametrize(
+    ("make", "ours", "theirs", "actions"),
+    [
+        (Groups, Discrete(4, -2), lambda start: spaces.Discrete(4, start=start), [i % 4 for i in range(N)]),
+        (Counter, MultiDiscrete((3, 2), (-1, 4)), lambda s: spaces.MultiDiscrete([3, 2], start=s), [[2, 0], [0, 1]]),
+    ],
+)
+def test_discrete_actions_of_a_wrapper_begin_where_its_space_does(wrap, make, ours, theirs, actions):
     if wrap is pql.wrap.sb3:
         pytest.importorskip("stable_baselines3")
-    env, taken = Counter(2), []
-    env.spec = replace(env.spec, action=MultiDiscrete((3, 2), (-1, 4)))
+    env, taken = make(len(actions)), []
+    env.spec = replace(env.spec, action=ours)
     step = env.step
     env.step = lambda action: taken.append(action.tolist()) or step(action)
     wrapped = wrap(env)
     wrapped.reset()
-    start = [-1, 4] if wrap is pql.wrap.gymnasium else [0, 0]
-    assert getattr(wrapped, "single_action_space", wrapped.action_space) == spaces.MultiDiscrete([3, 2], start=start)
-    wrapped.step(np.array([[2, 0], [0, 1]]) + start)
-    assert taken == [[[2, 0], [0, 1]]]
-
-
-@pytest.mark.parametrize("wrap", [pql.wrap.gymnasium, pql.wrap.sb3])
-def test_discrete_actions_of_a_wrapper_begin_where_its_space_does(wrap):
-    env = Groups(N)
-    env.spec = replace(env.spec, action=Discrete(4, start=-2))
-    step, taken = env.step, []
-    env.step = lambda action: taken.append(action.tolist()) or step(action)
-    if wrap is pql.wrap.sb3:
-        pytest.importorskip("stable_baselines3")
-    wrapped = wrap(env)
-    wrapped.reset()
-    space = spaces.Discrete(4, start=-2 if wrap is pql.wrap.gymnasium else 0)
-    assert getattr(wrapped, "single_action_space", wrapped.action_space) == space
-    wrapped.step(space.start + np.arange(N) % 4)
-    assert taken == [[i % 4 for i in range(N)]]
+    start = np.array(ours.start) * (wrap is pql.wrap.gymnasium)
+    assert getattr(wrapped, "single_action_space", wrapped.action_space) == theirs(start.tolist())
+    wrapped.step(np.array(actions) + start)
+    assert taken == [actions]
 
 
 def test_whole_numbers_keep_their_type_and_range():

@@ -101,19 +101,6 @@ def test_sb3_ppo_bootstraps_from_the_true_final_observation():
     assert limits >= N
 
 
-def test_sb3_sac_stores_the_true_successor():
-    sb3 = pytest.importorskip("stable_baselines3")
-    model = sb3.SAC("MlpPolicy", pql.wrap.sb3(Counter(N)), buffer_size=1000, learning_starts=10**6, seed=0)
-    model.learn(N * 15)
-    raw, buffer = Counter(N), model.replay_buffer
-    raw.reset(0)
-    for t in range(15):
-        step = raw.step(torch.zeros(N, 2))
-        assert buffer.next_observations[t].tolist() == step.final_obs["policy"].tolist()
-        assert buffer.dones[t].astype(bool).tolist() == step.first.tolist()
-        assert buffer.timeouts[t].astype(bool).tolist() == step.truncated.tolist()
-
-
 def test_sb3_trains(learns):
     learns(train_sb3, -250)
     assert pytest.approx(score("pendulum", lambda obs: torch.zeros(len(obs), 1)), abs=0.1) == IDLE_PENDULUM
