@@ -180,8 +180,9 @@ class ValueDraw(PolicyDraw):
         batch = self.replay.sample(self.cursor, count * algo.batch_size, algo.n_step, algo.gamma, gen)
         reward = batch.reward * norm.reward_scale
         batches = split(batch._replace(obs=norm(batch.obs), next_obs=norm(batch.next_obs), reward=reward), count)
-        shift = self.augment
-        return [one._replace(obs=shift(one.obs, gen), next_obs=shift(one.next_obs, gen)) for one in batches]
+        return [
+            one._replace(obs=self.augment(one.obs, gen), next_obs=self.augment(one.next_obs, gen)) for one in batches
+        ]
 
 
 def make_augment(setup: Setup[ActorCriticConfig]) -> Augment:

@@ -126,8 +126,11 @@ def sac_policy_update(state: SacPolicyState, batch: ObsBatch, settings: SacConfi
 def probe_stochastic(network: nn.Module, obs: Obs, action: Tensor) -> Outputs:
     """Return a Gaussian policy's outputs for two rows, [2, A] each."""
     mean, log_std = network(obs)
-    outputs = {"forward(obs)'s mean": mean, "forward(obs)'s log_std": log_std}
-    outputs["mean_action"] = cast(Any, network).mean_action(obs)
+    outputs = {
+        "forward(obs)'s mean": mean,
+        "forward(obs)'s log_std": log_std,
+        "mean_action": cast(Any, network).mean_action(obs),
+    }
     return [(call, output, list(action.shape)) for call, output in outputs.items()]
 
 

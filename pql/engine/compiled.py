@@ -8,7 +8,7 @@ collectives. Regions with equal operations and shapes, such as the updates of a 
 Inductor runs in its deterministic mode: it picks kernels without measuring, so that every process makes the same ones.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import getitem
 from typing import Any, NamedTuple, cast
 
@@ -30,14 +30,14 @@ from pql.engine.recorder import (
     replaced,
     written_by,
 )
-from pql.engine.tape import tensors_of
+from pql.engine.tape import ALLOCATIONS, tensors_of
 from pql.nets.distributions import fusing
 
 LARGE = 64 * 2**20
 """Bytes above which a tensor is not copied for a comparison: a replay."""
 
-LAYOUT = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
-"""Operations that allocate memory whose content does not matter."""
+NOISE = 1e-3
+"""Size below which a result is compared as if it had this size: a divergence of equal policies is rounding alone."""
 
 aten = torch.ops.aten
 
@@ -61,10 +61,10 @@ class Region:
 
     def __init__(self, calls: list[Call], needed: set[Made], recorder: Recorder, shared: dict[str, Any]):
         self.calls, self.recorder = calls, recorder
-        created = [made for call in calls for made in call.created()]
+        created = dict.fromkeys(made for call in calls for made in call.created())  # in order
         self.outputs = [made for made in created if made in needed]
         given = dict.fromkeys(ref for call in calls for ref in call.inputs())
-        self.inputs = [ref for ref in given if ref not in set(created)]
+        self.inputs = [ref for ref in given if ref not in created]
         self.groups = self._groups()
         grouped = {ref for group in self.groups for ref in group.members}
         self.single = [ref for ref in self.inputs if ref not in grouped]
@@ -89,55 +89,54 @@ class Region:
         return 0.2 if lower else 0.05
 
     def _given(self, values: dict[Made, Tensor]) -> list[Tensor]:
-        outside = self.recorder.outside
-        return [*self.fixed, *(values[r] if isinstance(r, Made) else outside[r.number] for r in self.single)]
+        return [*self.fixed, *(values[r] if isinstance(r, Made) else self._outside(r) for r in self.single)]
 
     def difference(self, values: dict[Made, Tensor]) -> float:
-        """Run compiled and eager on copies of the inputs, whose zeros are replaced by numbers from 0 to 1.
+        """Run compiled and eager on copies of the inputs; batches of zeros, from an empty replay, become other numbers.
 
-        Returns the largest relative difference between results or changes of inputs.
+        State stays as it is: sums of a tree must be those of its leaves. Returns the largest relative difference
+        between results or changes of inputs.
         """
-        before = [t if t.numel() * t.element_size() > LARGE else varied(t) for t in self._given(values)]
-        twins = [[t if t.numel() * t.element_size() > LARGE else t.clone() for t in before] for _ in range(2)]
+        drawn = [*(False for _ in self.fixed), *(isinstance(ref, Made) for ref in self.single)]
+        given = zip(self._given(values), drawn, strict=True)
+        before = [t if t.nbytes > LARGE else varied(t) if made else t.detach().clone() for t, made in given]
+        twins = [[t if t.nbytes > LARGE else t.clone() for t in before] for _ in range(2)]
         results = [list(self.function(twins[0])), list(self._module()(*twins[1]))]
         values.update(zip(self.outputs, results[0], strict=True))
         changes = [relative(*pair) for pair in zip(*results, strict=True)]
-        changes += [relative(one, two, old) for one, two, old in zip(*twins, before, strict=True)]
+        changes += [relative(one, two, old) for one, two, old in zip(*twins, before, strict=True) if one is not two]
         return max(changes, default=0.0)
 
+    def _outside(self, ref: Outside) -> Tensor:
+        return self.recorder.outside[ref.number]
+
     def _layout(self, ref: Made | Outside) -> TensorLayout:
-        if isinstance(ref, Made):
-            return self.recorder.layouts[ref.number]
-        return layout_of(self.recorder.outside[ref.number])
+        return self.recorder.layouts[ref.number] if isinstance(ref, Made) else layout_of(self._outside(ref))
 
     def _example(self, ref: Made | Outside) -> Tensor:
-        return self._layout(ref).empty() if isinstance(ref, Made) else self.recorder.outside[ref.number].detach()
+        return self._layout(ref).empty() if isinstance(ref, Made) else self._outside(ref).detach()
 
     def _groups(self) -> list[SharedStorage]:
         """Return the inputs that share a storage, by storage: Inductor must know that writing one changes another."""
-        by_storage: dict[Any, list[Outside]] = {}
+        written = {ref for call in self.calls for ref in written_by(call)}
+        by_storage: dict[int, list[Outside]] = {}
         for ref in self.inputs:
             if isinstance(ref, Outside):
-                tensor = self.recorder.outside[ref.number]
-                by_storage.setdefault((tensor.untyped_storage()._cdata, tensor.dtype), []).append(ref)
+                by_storage.setdefault(self._outside(ref).untyped_storage()._cdata, []).append(ref)
         groups = []
         for members in by_storage.values():
-            if len(members) > 1:
-                groups.append(SharedStorage(members, max(end(self.recorder.outside[ref.number]) for ref in members)))
-        written = {ref for call in self.calls for ref in written_by(call)}
-        storages = [storage for storage, _ in by_storage]
-        mixed = {storage for storage in storages if storages.count(storage) > 1}
-        for ref in written & set(self.inputs):
-            if isinstance(ref, Outside) and self.recorder.outside[ref.number].untyped_storage()._cdata in mixed:
+            if len({self._outside(ref).dtype for ref in members}) == 1 < len(members):
+                groups.append(SharedStorage(members, max(end(self._outside(ref)) for ref in members)))
+            elif len(members) > 1 and written & set(members):
                 raise NotCompiledError("it writes memory that it also reads as another type")
         return groups
 
     def _base(self, group: SharedStorage) -> Tensor:
         """Return a group's memory as one vector."""
-        one = self.recorder.outside[group.members[0].number].detach()
+        one = self._outside(group.members[0]).detach()
         return one.as_strided((group.size,), (1,), 0)
 
-    def _text(self, created: list[Made]) -> str:
+    def _text(self, created: Iterable[Made]) -> str:
         """Return the operations with tensors numbered in the order of their use: the same for equal regions."""
         numbers = {ref: f"%{i}" for i, ref in enumerate([*self.inputs, *created])}
         lines = [
@@ -149,10 +148,10 @@ class Region:
         return "\n".join([*lines, *(numbers[ref] for ref in self.outputs)])
 
     def _aligned(self, ref: Made | Outside) -> bool:
-        return isinstance(ref, Made) or self.recorder.outside[ref.number].data_ptr() % ALIGNED == 0
+        return isinstance(ref, Made) or self._outside(ref).data_ptr() % ALIGNED == 0
 
     def _offset(self, ref: Outside) -> int:
-        return int(self.recorder.outside[ref.number].storage_offset())
+        return int(self._outside(ref).storage_offset())
 
     def _module(self) -> torch.fx.GraphModule:
         """Return the region as a graph of its operations, in the forms that compile well."""
@@ -164,13 +163,11 @@ class Region:
             for ref in group.members:
                 size, stride, *_ = self._layout(ref)
                 nodes[ref] = graph.call_function(torch.as_strided, (base, size, stride, self._offset(ref)))
-        cast = self._casts(graph, bases)
+        casts = self._casts(graph, bases)
         for call in self.calls:
-            if key := cast_of(call):
-                node = cast.get(key)
-                if node is not None:
-                    nodes[call.made] = node
-                    continue
+            if (key := cast_of(call)) in casts:
+                nodes[call.made] = casts[key]
+                continue
             args, kwargs = replaced((call.args, call.kwargs), nodes.__getitem__)
             node = graph.call_function(FORMS.get(call.func, call.func), args, kwargs)
             if is_reference(call.made):
@@ -191,7 +188,7 @@ class Region:
                 if any(ref in group.members for ref in written_by(call)):
                     break
                 key = cast_of(call)
-                if key and key[0] in group.members and self.recorder.outside[key[0].number].is_contiguous():
+                if key and key[0] in group.members and self._outside(key[0]).is_contiguous():
                     wanted.setdefault(key[1], []).append(key[0])
             for dtype, refs in wanted.items():
                 refs = list(dict.fromkeys(refs))
@@ -216,7 +213,7 @@ def relative(one: Tensor, two: Tensor, before: Tensor | None = None) -> float:
     one, two = (torch.nan_to_num(t.double(), posinf=0.0, neginf=0.0) for t in (one, two))
     size = two.norm() if before is None else (two - before.double().nan_to_num()).norm()
     apart = (one - two).norm()
-    return float(apart / size) if apart > 1e-6 * two.norm() else 0.0
+    return float(apart / size) if apart > 1e-6 * two.norm().clamp(min=NOISE) else 0.0
 
 
 def end(tensor: Tensor) -> int:
@@ -330,26 +327,32 @@ def compiles(call: Call) -> bool:
 
 
 def drawn_first(calls: list[Call], recorder: Recorder) -> tuple[list[Call], list[Call]]:
-    """Divide calls into draws that depend on shapes alone, with the allocations that they fill, and the others."""
-    empty: dict[Made, Call] = {}
+    """Divide calls into draws that depend on shapes alone, with the allocations that they fill, and the others.
+
+    Draws keep their order: all that follow one that depends on numbers stay where they are.
+    """
+    unwritten: dict[Made, int] = {}  # indices of allocations whose memory nothing has been written to
     draws: list[Call] = []
     moved: set[int] = set()
+    movable = True
     for i, call in enumerate(calls):
-        if call.func.overloadpacket.__name__ in LAYOUT:
-            size, stride, dtype, device = recorder.layouts[call.made.number]
-            allocate = aten.empty_strided.default
-            empty[call.made] = Call(allocate, (size, stride), {"dtype": dtype, "device": device}, call.made)
+        if call.func.overloadpacket.__name__ in ALLOCATIONS:
+            unwritten[call.made] = i
         elif call.kwargs.get("generator") is not None:
             filled = call.inputs()
-            if all(ref in empty for ref in filled):
-                draws += [empty[ref] for ref in filled]
-                moved |= {k for k, other in enumerate(calls[:i]) if other.made in filled and len(filled)}
-                draws.append(call)
-                moved.add(i)
-        elif any(ref in empty for ref in written_by(call)):
-            for ref in written_by(call):
-                empty.pop(ref, None)
+            movable = movable and all(ref in unwritten for ref in filled)
+            if movable:
+                moved |= {i, *(unwritten[ref] for ref in filled)}
+                draws += [*(allocation(ref, recorder) for ref in filled), call]
+        for ref in written_by(call):
+            unwritten.pop(ref, None)
     return draws, [call for i, call in enumerate(calls) if i not in moved]
+
+
+def allocation(made: Made, recorder: Recorder) -> Call:
+    """Return a call that allocates the memory of a recorded tensor, whatever allocated it."""
+    size, stride, dtype, device = recorder.layouts[made.number]
+    return Call(aten.empty_strided.default, (size, stride), {"dtype": dtype, "device": device}, made)
 
 
 def compile_body(body: Callable[[], None], generators: Sequence[Generator]) -> Program:

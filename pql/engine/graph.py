@@ -127,9 +127,8 @@ class Graph:
     ):
         self.body, self.device, self.generators, self.owner, self.name = body, device, generators, owner, name
         self.capture, self.required = execution.capture != "off" and self.possible(device), execution.capture == "on"
-        self.compile: Choice = execution.compile
-        if self.compile == "auto" and device.type != "cuda":
-            self.compile = "off"
+        here_too = device.type == "cuda" or execution.compile != "auto"
+        self.compile: Choice = execution.compile if here_too else "off"
         self.program: Program | None = None
         self.graph: Captured | None = None
 

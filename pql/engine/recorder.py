@@ -99,8 +99,8 @@ class Recorder(Tape):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = tree_map(self._reference, (args, kwargs))
-        out = super().__torch_dispatch__(func, types, args, kwargs)
-        self.calls.clear()
+        self.check(func, args, kwargs)
+        out = func(*args, **kwargs)
         sources = tensors_of((args, kwargs))
         made = tree_map(lambda leaf: self._result(leaf, sources), out)
         self._calls.append(Call(func, given[0], given[1], made))
@@ -121,10 +121,10 @@ class Recorder(Tape):
         if isinstance(leaf, Tensor) and leaf not in self._known:
             self._known[leaf] = Made(len(self._made))
             storage = leaf.untyped_storage()
-            if all(storage._cdata != source.untyped_storage()._cdata for source in given):
+            if storage.nbytes() and all(storage._cdata != source.untyped_storage()._cdata for source in given):
                 self._storages[storage.data_ptr()] = StorageWeakRef(storage)
             self._made.append(weakref.ref(leaf))
-            self.layouts.append(TensorLayout(tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device))
+            self.layouts.append(layout_of(leaf))
         return self._known[leaf] if isinstance(leaf, Tensor) else leaf
 
     def end_segment(self) -> None:

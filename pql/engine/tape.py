@@ -59,10 +59,10 @@ class Count(TorchDispatchMode):
         return out
 
 
-FREE = (
-    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh"),
-    *("detach", "alias", "_unsafe_view", "_reshape_alias", "_local_scalar_dense"),
-)
+ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+"""Operations that allocate memory, whose content does not matter."""
+
+FREE = (*ALLOCATIONS, "lift_fresh", "detach", "alias", "_unsafe_view", "_reshape_alias", "_local_scalar_dense")
 """Operations that launch no kernel: they allocate memory or create a view."""
 
 
@@ -90,14 +90,18 @@ class Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self.check(func, args, kwargs)
+        out = func(*args, **kwargs)
+        self.calls.append((func, args, kwargs, out))
+        return out
+
+    def check(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Raise ``RunError`` for an operation that cannot be captured."""
         if waits(func, args):
             raise RunError(f"{func} cannot be captured: the host would wait for the device")
         drawn = kwargs.get("generator")
         if drawn is not None and _identity(drawn) not in self.generators:
             raise RunError(f"{func} cannot be captured: it draws from a generator that is not among the registered")
-        out = func(*args, **kwargs)
-        self.calls.append((func, args, kwargs, out))
-        return out
 
     def replay(self) -> None:
         """Run all operations again on the current contents of memory."""

@@ -1,5 +1,8 @@
 """Compiled bodies: the operations of every family as regions give the numbers of the eager body."""
 
+import os
+import subprocess
+import sys
 from dataclasses import fields, replace
 
 import pytest
@@ -18,6 +21,7 @@ from pql.engine.forms import adamw_, product, sum_and_product
 from pql.engine.graph import Execution, Graph, clone_state, recording
 from pql.engine.recorder import NotCompiledError
 from pql.errors import ConfigError, PqlWarning
+from pql.run.store import checkpoint
 
 CPU = torch.device("cpu")
 BOUNDS = {"batch norm": 5e-3}
@@ -170,6 +174,41 @@ def test_a_draw_that_depends_on_numbers_divides_a_region(plain):
     assert [isinstance(step, Region) for step in program.steps] == [True, False, True]
 
 
+def test_draws_keep_their_order_after_one_that_depends_on_numbers(plain):
+    owner = Owner(x=torch.full((4, 3), 0.5), y=torch.zeros(4, 3))
+
+    def body():
+        x, y = owner.tensors.values()
+        y += torch.randn(4, 3, generator=owner.gen)
+        y += torch.bernoulli(x.clamp(0, 1), generator=owner.gen)
+        y += torch.randn(4, 3, generator=owner.gen)
+
+    program = replays(body, owner)
+    assert [isinstance(step, Region) for step in program.steps] == [False, True, False, True, False, True]
+
+
+def test_memory_that_is_filled_twice_is_read_between(plain):
+    owner = Owner(x=torch.zeros(4, 3))
+
+    def body():
+        noise = torch.empty(4, 3)
+        for _ in range(2):
+            owner.tensors["x"] += noise.normal_(generator=owner.gen)
+
+    replays(body, owner)
+
+
+def test_empty_results_hide_no_empty_tensor(plain):
+    owner = Owner(x=torch.zeros(4), nothing=torch.zeros(0))
+
+    def body():
+        kept = owner.tensors["x"][:0] + 1
+        owner.tensors["nothing"].add_(kept)
+        owner.tensors["x"].add_(1 + torch.cat((kept, owner.tensors["nothing"])).sum())
+
+    replays(body, owner)
+
+
 def test_writing_a_vector_shows_in_its_parts_and_the_other_way_round(plain):
     vector = torch.zeros(30)
     owner = Owner(vector=vector, out=torch.zeros(4))
@@ -257,6 +296,28 @@ def test_auto_compiles_on_cuda_alone():
 
 
 # -- runs -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algo", ["pql", "ppo"])
+def test_another_process_and_a_resumed_run_give_the_same_bits(tmp_path, algo):
+    """The other process has an empty cache, so that it compiles anew."""
+    words = [w for w in run_files.WORDS if not w.startswith(("algo=", "budget", "replay", "algo.batch"))]
+    words += [f"algo={algo}", "placement.compile=on", "eval.final=false", "budget.seconds=null"]
+    half, full = (16 * (8 + 16 * n) for n in (2, 4))
+    _, here, _ = run_files.whole_and_resumed(tmp_path, words, half, full)
+    command = [
+        sys.executable,
+        "-m",
+        "pql",
+        "train",
+        *words,
+        f"budget.env_steps={full}",
+        f"run_dir={tmp_path / 'there'}",
+    ]
+    subprocess.run(command, check=True, env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")})
+    there, _ = checkpoint.load(run_files.points(tmp_path / "there")[-1])
+    assert differences(here, there) == []
 
 
 def test_a_run_says_what_is_compiled(plain, tmp_path, capsys):
