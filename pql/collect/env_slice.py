@@ -6,6 +6,7 @@ it writes are views of the collector's, so a run's state does not depend on the 
 This file knows nothing of schedules or checkpoints.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -23,7 +24,11 @@ from pql.data.normalize import ALL
 from pql.engine import watchdog
 from pql.engine.cpu_graph import make_graph
 from pql.engine.graph import EAGER, Execution, Graph, Restorable
+from pql.errors import ConfigError, PqlWarning, first_line
 from pql.types import Step, column
+
+SAME, ODD = 1e-3, 0.1
+"""Relative difference between equal results of a captured and a launched step, and the share that may differ more."""
 
 
 class EnvSlice:
@@ -51,9 +56,16 @@ class EnvSlice:
         self.last: Step | None = None
         self.checked = False  # that steps are as the specification says
         # A copy to another device joins that device's current stream, which is not allowed during capture.
-        near = all(store.device == here for store in stores)
+        self._near = near = all(store.device == here for store in stores)
         alone = near and self.ids is None and not state.default_stream and Graph.possible(device)
-        whole_step = execution.capture != "off" and alone and capturable(env)
+        self._execution = execution
+        self._make_bodies(execution.capture != "off" and alone and capturable(env))
+        self._answer: Step | None = None  # the captured step's output, at the graph's addresses
+
+    def _make_bodies(self, whole_step: bool) -> None:
+        """Make the parts of a step: one body if the simulator's step can be captured between acting and recording."""
+        state, execution, stores = self.state, self._execution, self.state.stores
+        env, actor, device = state.env, state.actor, state.device
         drawn = [state.gen, *(cast(Capturable, env).generators if whole_step else ())]
         part = EAGER if whole_step else execution
         acting = _Changed({"actor": actor}, {}, state.gen)
@@ -63,14 +75,12 @@ class EnvSlice:
         recording = _Changed(statistics, positions)
         stepping = _Changed({"act": acting, "record": recording, "env": cast(Any, env)}, state.obs)
         self._act = make_graph(self._act_body, device, [state.gen], acting, part, "acting")
-        self._record = Graph(self._record_body, device, [], recording, part if near else EAGER)
-        self._step = Graph(self._step_body, device, drawn, stepping, execution if whole_step else EAGER)
-        self._answer: Step | None = None  # the captured step's output, at the graph's addresses
+        self._record = Graph(self._record_body, device, [], recording, part if self._near else EAGER)
+        self._step = Graph(self._step_body, device, drawn, stepping, execution if whole_step else EAGER, "a step")
 
     def prepare(self) -> None:
         """Capture graphs if enabled. Call it before the first reset, while the stores are empty."""
-        self._step.prepare()
-        self._answer = self.last
+        self._prepare_step()
         self._act.prepare()
         if self._record.capture:
             zero = torch.zeros(self.state.actor.action.shape[0], device=self.state.device)
@@ -78,6 +88,42 @@ class EnvSlice:
             step = Step(obs, zero, flag, flag, flag, obs, flag, flag, dict.fromkeys(self.state.env.spec.log, zero))
             self.last = step.map(torch.clone)
             self._record.prepare()
+
+    def _prepare_step(self) -> None:
+        """Capture a whole step, if enabled; if that fails or gives other results, the simulator steps between two."""
+        try:
+            self._step.prepare()
+            if not self.captured:
+                return
+            assert self.last is not None
+            self._answer = self.last.map(self._step.latest)
+            why = self._difference(self._answer)
+        except ConfigError:
+            raise
+        except Exception as error:  # simulators' errors have no common type
+            why = first_line(error)
+        if why is None:
+            return
+        if self._execution.capture == "on":
+            raise ConfigError("graphs", "on", f"auto or off: the simulator's step cannot be captured, {why}")
+        warnings.warn(f"the simulator's step is not captured, {why}", PqlWarning, stacklevel=2)
+        self._make_bodies(False)
+
+    def _difference(self, answer: Step) -> str | None:
+        """Compare a captured step with one that is launched, from the same state. Returns what is wrong, or None.
+
+        A simulator whose sums have no fixed order may differ by rounding, and in a few environments by more.
+        """
+        with self._step.unchanged() as restore:
+            self._step()
+            captured = {k: v.double() for k, v in named_step(answer).items()}
+            restore()
+            self._step_body()
+            for name, one in named_step(self.last).items():
+                apart = (captured[name] - one.double()).abs() / one.double().abs().clamp(min=1.0)
+                if (share := float((~(apart <= SAME)).double().mean())) > ODD:
+                    return f"{share:.0%} of {name} differ from those of a step that is not captured"
+        return None
 
     # -- one step ---------------------------------------------------------------------------------------------------
 

@@ -262,6 +262,8 @@ class Program:
     def __init__(self, recorder: Recorder):
         self.recorder = recorder
         self.steps: list[Callable[[dict[Made, Tensor]], None]] = []
+        self.outlived = recorder.segments[-1][1] if recorder.segments else set()
+        self._kept: dict[Made, Tensor] = {}
         self.shared: dict[str, Any] = {}
         for calls, used in recorder.segments:
             self._add(*drawn_first(calls, recorder), used)
@@ -288,6 +290,11 @@ class Program:
         values: dict[Made, Tensor] = {}
         for step in self.steps:
             step(values)
+        self._kept = {made: values[made] for made in self.outlived if made in values}
+
+    def latest(self, tensor: Tensor) -> Tensor:
+        """Return what the latest replay made in place of a tensor, of any shape, that outlived the recording."""
+        return self._kept.get(self.recorder.reference(tensor), tensor)
 
     @torch.no_grad()
     def difference(self) -> str | None:

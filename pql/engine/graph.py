@@ -172,18 +172,28 @@ class Graph:
         """
         if self.graph is not None or not (self.capture or self.compile != "off"):
             return
-        with self.place():
-            saved = clone_state(self.owner.state_dict())
-
-            def restore() -> None:
-                self.owner.load_state_dict(clone_state(saved))
-
+        with self.place(), self.unchanged() as restore:
             if self.compile != "off":
                 self._compile(restore)
-            graph = self.take() if self.capture else None
+            self.graph = self.take() if self.capture else None
+
+    @contextmanager
+    def unchanged(self) -> Iterator[Callable[[], None]]:
+        """Context manager: restore the owner's state in the end, and where the function that it gives is called."""
+        saved = clone_state(self.owner.state_dict())
+
+        def restore() -> None:
+            self.owner.load_state_dict(clone_state(saved))
+
+        try:
+            yield restore
+        finally:
             restore()
             self.finish()
-        self.graph = graph
+
+    def latest(self, tensor: Tensor) -> Tensor:
+        """Return what a replay makes in place of a tensor, of any shape, that the body made while it was recorded."""
+        return tensor if self.program is None else self.program.latest(tensor)
 
     def _compile(self, restore: Callable[[], None]) -> None:
         """Replace the body by its compiled form, or say why it stays as it is."""

@@ -98,7 +98,7 @@ class Recorder(Tape):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = tree_map(self._reference, (args, kwargs))
+        given = tree_map(self.reference, (args, kwargs))
         self.check(func, args, kwargs)
         out = func(*args, **kwargs)
         sources = tensors_of((args, kwargs))
@@ -106,7 +106,8 @@ class Recorder(Tape):
         self._calls.append(Call(func, given[0], given[1], made))
         return out
 
-    def _reference(self, leaf: Any) -> Any:
+    def reference(self, leaf: Any) -> Any:
+        """Return the reference of a tensor, which is one from outside if no operation created it; else ``leaf``."""
         if not isinstance(leaf, Tensor):
             return leaf
         if leaf not in self._known:

@@ -187,7 +187,7 @@ def test_how_an_episode_ends_that_stagger_cut_short_moves_no_level() -> None:
     levels = []
     for action in random_actions(env, 20):
         env.step(action)
-        levels.append(env._levels.level)
+        levels.append(env._levels.level.clone())
     assert (levels[9] == 0).all()  # each has ended once, at the time limit
     assert levels[19].tolist() == pytest.approx([0.1] * 50)
 

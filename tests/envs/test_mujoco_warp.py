@@ -5,6 +5,7 @@ Compiling Warp's kernels takes one core half a minute for each kind of model, th
 """
 
 import copy
+import gc
 import warnings
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 # ruff: noqa: E402
 mujoco = pytest.importorskip("mujoco")  # first: the imports below need them
@@ -230,14 +232,27 @@ def test_an_overflow_is_counted_and_warned_about() -> None:
 
 
 class NoHostReads(TorchDispatchMode):
-    """Refuses what would wait for a device: reading a value, shapes that depend on values."""
+    """Refuses what a capture on a device would: reading a value, shapes that depend on values, copying a constant."""
 
-    NAMES = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "unique")
+    NAMES = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "unique", "lift_fresh", "lift_fresh_copy")
+
+    def __init__(self) -> None:
+        super().__init__()
+        gc.collect()
+        self.known = {address(t) for t in gc.get_objects() if isinstance(t, Tensor)}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket.__name__ in self.NAMES:
-            raise AssertionError(f"{func} waits for the device")
-        return func(*args, **(kwargs or {}))
+            raise AssertionError(f"{func} waits for the device, or copies to it")
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        assert all(address(t) in self.known for t in given), f"{func} copies a list of numbers to the device"
+        out = func(*args, **(kwargs or {}))
+        self.known |= {address(t) for t in tree_leaves(out) if isinstance(t, Tensor)}
+        return out
+
+
+def address(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 @pytest.mark.parametrize("name", ROBOTS)
@@ -255,6 +270,65 @@ def test_a_step_reads_nothing_on_the_host(name: str, monkeypatch: pytest.MonkeyP
     assert torch.stack(ended).any()
 
 
+@pytest.mark.parametrize(("name", "axis", "down"), [("halfcheetah", 1, 0.1), ("ant", 2, 0.65)])
+def test_sensors_are_left_out_of_all_substeps_but_the_last(name: str, axis: int, down: float) -> None:
+    """The state, all fields, sensors and contact forces are then the same numbers."""
+    env, results = build(name, 4), []
+    engine, qpos = warp_of(env), env.task.robot.qpos0.repeat(4, 1)
+    qpos[:, axis] -= down  # into the ground
+    names = ["cfrc_ext", "sensordata", *engine.fields]
+    engine._model.opt.run_rne_postconstraint = True
+    for works in (["step 2"], ["step 1"] * 2):
+        engine.reset(Masked(torch.ones(4, dtype=torch.bool)), qpos, torch.zeros(4, env.model.nv))
+        engine.fields["ctrl"].fill_(0.5)
+        for work in works:
+            engine._launch(work)
+        results.append([engine.state(), *(wp.to_torch(getattr(engine._data, n)).clone() for n in names)])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+    assert results[0][1].any()
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "work"),
+    [
+        ("halfcheetah", {}, []),
+        ("ant", {"contact_forces": False}, ["positions"]),
+        pytest.param("ant", {}, ["forward"], marks=pytest.mark.slow),
+    ],
+)
+def test_a_restart_computes_only_the_fields_that_are_read_then(
+    name: str, kwargs: dict[str, Any], work: list[str]
+) -> None:
+    env, whole = build(name, 4, **kwargs), build(name, 4, **kwargs)
+    engine = warp_of(env)
+    assert engine._forward == work
+    warp_of(whole).read_at_start(engine._outputs)
+    assert warp_of(whole)._forward == (["forward"] if engine._outputs else [])
+    for one in (env, whole):
+        one.reset(seed=0)
+    for action in random_actions(env, 3):
+        a, b = env.step(action), whole.step(action)
+        assert torch.equal(a.obs["policy"], b.obs["policy"])
+        assert torch.equal(a.reward, b.reward)
+        mask = torch.tensor([True, False, False, True])
+        assert torch.equal(env.reset_where(mask)["policy"], whole.reset_where(mask)["policy"])
+
+
+def test_state_keeps_its_addresses_where_entries_are_written_over_each_other() -> None:
+    env = build("halfcheetah", 2)
+    env.reset(seed=0)
+    first = {"new": torch.ones(2), "old": torch.zeros(2)}
+    env._memory = {**env._memory, **first}
+    env._keep()
+    new, old = env._memory["new"], env._memory["old"]
+    env._memory = {**env._memory, "new": torch.full((2,), 2.0), "old": new}
+    env._keep()
+    assert env._memory["new"] is new
+    assert env._memory["old"] is old
+    assert (new.tolist(), old.tolist()) == ([2.0, 2.0], [1.0, 1.0])
+
+
 def test_what_is_prepared_is_not_captured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """An evaluation's thread must capture nothing during a run. Preparing changes no bit of what follows."""
     wanted = {"mass": [0.8, 1.2]}
@@ -269,7 +343,7 @@ def test_what_is_prepared_is_not_captured_again(monkeypatch: pytest.MonkeyPatch)
             step = env.step(action)
         assert not step.log["overflow"].any()
     assert torch.equal(ready.engine.state(), lazy.engine.state())
-    assert captured == [lazy.engine] * 3  # constants, reset, and a step
+    assert captured == [lazy.engine] * 2  # constants and a step
 
 
 def loads_of(monkeypatch: pytest.MonkeyPatch) -> dict[Any, None]:
@@ -291,7 +365,7 @@ def test_the_modules_that_a_run_loads_are_known_before_and_nothing_runs(
 ) -> None:
     env = build(name, 4, max_episode_steps=3, randomize={"mass": [0.8, 1.2]})
     engine, before = warp_of(env), warp_of(env).state()
-    keys = ["constants", "reset", *["forward"] * engine._derived, env.task.frame_skip]
+    keys = ["constants", *engine._forward, f"step {env.task.frame_skip}"]
     listed = kernels.variants([partial(engine._launch, key) for key in keys])
     assert torch.equal(before, engine.state())
     loaded = loads_of(monkeypatch)
@@ -304,7 +378,7 @@ def test_the_modules_that_a_run_loads_are_known_before_and_nothing_runs(
 def test_a_module_that_is_asked_for_outside_of_a_launch_is_loaded() -> None:
     """On a GPU MuJoCo Warp asks a kernel for its best block size before it launches it."""
     engine, got = warp_of(build("halfcheetah", 2)), []
-    module, block = kernels.variants([partial(engine._launch, "reset")])[0]
+    module, block = kernels.variants([partial(engine._launch, "positions")])[0]
     assert kernels.variants([lambda: got.append(module.load("cpu", block))]) == []
     assert got[0] is not None
 

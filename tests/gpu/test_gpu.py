@@ -38,6 +38,8 @@ from pql.algos.registry import seeds
 from pql.contract.grouped import joined
 from pql.engine.executors import Inline
 from pql.engine.graph import Execution, Graph
+from pql.envs.classic import CartpoleSwingup
+from pql.errors import ConfigError, PqlWarning
 from pql.run.build import build
 from pql.run.environment import build_env
 from tools.gpu.runs import Ordered
@@ -163,6 +165,66 @@ def test_captured_updates_equal_eager_ones_on_fresh_batches(algo):
 def test_a_captured_run_equals_an_eager_one(algo):
     captured, eager = (run(gpu_config(algo=algo, graphs=g), ticks=TICKS) for g in ("on", "off"))
     assert differences(captured, eager) == []
+
+
+RANDOM = {"mass": [0.8, 1.2], "obs_noise": 0.01, "obs_delay": [0, 2], "push": 0.5, "push_interval": 0.1}
+
+
+@HERE_TOO
+@pytest.mark.parametrize("compile", ["off", pytest.param("on", marks=pytest.mark.slow)])
+def test_a_step_of_mujoco_on_warp_is_one_graph(compile):
+    """With restarts, randomisation and a curriculum. On a GPU Warp's sums have no fixed order."""
+    pytest.importorskip("mujoco_warp")
+    kwargs = {"engine": "warp", "max_episode_steps": 5, "randomize": RANDOM, "curriculum": {"kind": "survive"}}
+    config = gpu_config(task={"name": "halfcheetah", "kwargs": kwargs}, placement={"compile": compile})
+    parts = build(config)
+    parts.prepare()
+    assert parts.collector.slices[0].captured
+    assert parts.collector.slices[0].compiled == (compile == "on")
+    captured, eager = (run(replace(config, graphs=g), ticks=2 * TICKS) for g in ("on", "off"))
+    assert captured["collector/env/steps"].max() < 5
+    assert captured["collector/env/levels/level"].unique().numel() > 1
+    if DEVICE == "cpu" and compile == "off":
+        assert differences(captured, eager) == []
+    else:
+        assert [k for k, v in captured.items() if not v.isfinite().all()] == []
+
+
+class Reads(CartpoleSwingup):
+    """Reads a value on the host, which a capture refuses."""
+
+    capturable = True
+
+    def step(self, action):
+        float(action[0].sum())
+        return super().step(action)
+
+
+class Counts(CartpoleSwingup):
+    """Counts its steps on the host: a capture repeats the same one."""
+
+    capturable, count = True, 0
+
+    def step(self, action):
+        self.count += 1
+        step = super().step(action)
+        return step._replace(reward=step.reward + self.count)
+
+
+@HERE_TOO
+@pytest.mark.parametrize(("kind", "why"), [(Reads, "captur"), (Counts, "100% of reward differ")])
+def test_a_step_that_cannot_be_captured_runs_between_two_graphs(kind, why, machine):
+    config = gpu_config(algo=ALGOS["pql"])
+    parts = build(config, kind(config.num_envs, torch.device(DEVICE)))
+    with pytest.warns(PqlWarning, match=f"the simulator's step is not captured, .*{why}"):
+        parts.prepare()
+    one = parts.collector.slices[0]
+    assert not one.captured
+    assert one._act.graph is not None
+    assert one._record.graph is not None
+    parts = build(replace(config, graphs="on"), kind(config.num_envs, torch.device(DEVICE)))
+    with pytest.raises(ConfigError, match=f"graphs=on: expected auto or off: the simulator's step cannot .*{why}"):
+        parts.prepare()
 
 
 class Turns:

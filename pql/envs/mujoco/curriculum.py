@@ -106,21 +106,19 @@ class Levels:
     def restart(self) -> None:
         """Reset levels to 0 and clear the statistics."""
         if self.active:
-            self.level = torch.zeros_like(self.level)
-            self._total = torch.zeros_like(self._total)
+            self.level.zero_()
+            self._total.zero_()
 
     def cut_short(self) -> None:
         """Mark all current episodes as shortened: their outcomes change no level."""
         if self.active:
-            self._cut = torch.ones_like(self._cut)
+            self._cut.fill_(True)
 
     def abandon(self, rows: Rows) -> None:
         """Drop the statistics of the episodes in ``rows``, which restart."""
         if self.active:
-            self._returns, self._success, self._cut = (
-                rows.put(gathered, rows.take(torch.zeros_like(gathered)))
-                for gathered in (self._returns, self._success, self._cut)
-            )
+            for gathered in (self._returns, self._success, self._cut):
+                gathered.copy_(rows.put(gathered, rows.take(torch.zeros_like(gathered))))
 
     def follow(self, reward: Tensor, success: Tensor | None, ended: Tensor, steps: Tensor) -> Tensor:
         """Update ``level`` after a step where episodes ended that were not shortened. Call :meth:`abandon` next.
@@ -128,13 +126,13 @@ class Levels:
         if self._curriculum is None:
             return torch.zeros_like(self.level)
         self._total += len(ended)
-        self._returns = self._returns + reward
+        self._returns += reward
         if success is not None:
-            self._success = self._success | (success > 0)
+            self._success |= success > 0
         log = self.level * ended
         progress = Progress(ended, steps, self._returns, self._success, self._limit, self._total)
         new = self._curriculum(self.level, progress).clamp(0.0, 1.0)
-        self.level = torch.where(ended & ~self._cut, new, self.level)
+        self.level.copy_(torch.where(ended & ~self._cut, new, self.level))
         return log
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -148,7 +146,5 @@ class Levels:
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Restore levels and episode statistics, [N] each."""
-        there = self.level.device
-        self.level, self._returns, self._success, self._cut, self._total = (
-            state[name].to(there, copy=True) for name in ("level", "returns", "success", "cut", "total")
-        )
+        for name in ("level", "returns", "success", "cut", "total"):
+            (self.level if name == "level" else getattr(self, f"_{name}")).copy_(state[name])

@@ -6,7 +6,7 @@ on a GPU (``warp.py``). Two things depend on where the state is: an engine's ten
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 import mujoco
@@ -79,9 +79,14 @@ class Engine(Protocol):
     device: torch.device
     dtype: torch.dtype
     fields: Fields  # live views of the state after the latest call
+    capturable: bool  # calls launch work on a device and never wait for it, so that a step can be captured
 
     def rows(self, mask: Tensor) -> Rows:
         """Return the environments of ``mask`` ([N] bool) in the form that :meth:`reset` takes."""
+        ...
+
+    def read_at_start(self, names: Collection[str]) -> None:
+        """Say which fields are read after :meth:`reset`; others may then be stale until the next step."""
         ...
 
     def prepare(self, substeps: int) -> None:
@@ -119,6 +124,10 @@ class Engine(Protocol):
         """Return [N] bool: the latest step lost contacts because a buffer was full. None: buffers cannot overflow."""
         ...
 
+    def report_overflows(self) -> None:
+        """Warn of lost contacts. Called now and then, also if steps are captured."""
+        ...
+
     def state(self) -> Tensor:
         """Return a copy of everything the next step depends on, [N, S]."""
         ...
@@ -151,6 +160,7 @@ class BatchEngine:
 
     device = torch.device("cpu")
     dtype = torch.float64
+    capturable = False
 
     def __init__(
         self,
@@ -182,6 +192,9 @@ class BatchEngine:
     def rows(self, mask: Tensor) -> Listed:
         """Return the indices of ``mask`` [N] bool."""
         return Listed(mask)
+
+    def read_at_start(self, names: Collection[str]) -> None:
+        """Do nothing: MuJoCo computes all fields at once."""
 
     def prepare(self, substeps: int) -> None:
         """Do nothing: no call has one-time work."""
@@ -216,6 +229,9 @@ class BatchEngine:
 
     def overflowed(self) -> None:
         return None
+
+    def report_overflows(self) -> None:
+        """Do nothing: buffers grow."""
 
     def state(self) -> Tensor:
         return self._rows.clone()

@@ -1,7 +1,7 @@
 """``MujocoVec``: a task on an engine, with episodes. Results go to the configured device, wherever the physics runs."""
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -77,7 +77,8 @@ class MujocoVec:
     finite. (An action of NaN gives a reward of NaN.)
 
     Every tensor of a ``Step`` is new, except ``valid`` and, where nothing diverged, ``final_ok``: these constants are
-    shared between steps. All may be kept, and none may be written to.
+    shared between steps. All may be kept, and none may be written to. With physics on Warp a step can be captured in a
+    CUDA graph (``Capturable``): the state is then kept at the addresses that it had first.
 
     Args:
         task: the task class.
@@ -109,14 +110,40 @@ class MujocoVec:
         self._steps = torch.zeros(num_envs, dtype=torch.int64, device=there)
         self._memory: Memory = {}
         self._obs: Obs = {}  # as last returned, on the engine's device
+        self._fixed: dict[str, Tensor] = {}  # where a capturable engine's environments keep all of these
         self._yes = torch.ones(num_envs, dtype=torch.bool, device=there)
         self._yes_there = self._yes.to(device)
         self._renderer: Renderer | None = None  # made by the first render
+        if self.capturable:
+            self.engine.read_at_start(self._read_at_start())
+
+    @property
+    def capturable(self) -> bool:
+        """True if the physics runs on Warp."""
+        return self.engine.capturable
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """What steps and resets draw from."""
+        return [self._generator]
+
+    def _read_at_start(self) -> set[str]:
+        """Return the names of the fields that first observations and memories are made of."""
+        fields = _Noted(self.engine.fields)
+        start = self.task.start(self.spec.num_envs, Draw(torch.Generator(self.engine.device), self.engine.dtype))
+        fields.update(self.task.derive(fields))
+        self.task.observe(fields, {**start.memory, **self.task.track(fields), "level": self._levels.level})
+        return fields.read
 
     @_one_thread()
     def prepare(self) -> None:
         """Compile and capture what steps and resets launch, on a GPU. See ``Preparable.prepare``."""
         self.engine.prepare(self.task.frame_skip)
+        if self.capturable and not self._fixed:  # a step can be captured before the first reset
+            drawn = self._generator.get_state()
+            self._restart(self.engine.rows(self._yes))
+            self._keep()
+            self._generator.set_state(drawn)
 
     def preparation(self) -> str:
         """Return what :meth:`prepare` is doing, in words. Other threads may call it."""
@@ -133,7 +160,7 @@ class MujocoVec:
             begun = self._draw.uniform(0.0, self._limit, self.spec.num_envs)
             self._steps = begun.long().clamp_(max=self._limit - 1)
             self._levels.cut_short()
-        return self._send_obs(self._obs)
+        return self._kept()
 
     @_one_thread()
     def reset_where(self, mask: Tensor) -> Obs:
@@ -141,7 +168,7 @@ class MujocoVec:
         rows = self.engine.rows(mask.to(self.engine.device))
         if rows.count:
             self._restart(rows)
-        return self._send_obs(self._obs)
+        return self._kept()
 
     @_one_thread()
     def step(self, action: Tensor) -> Step:
@@ -194,6 +221,7 @@ class MujocoVec:
         if ended.count:
             self._restart(ended)
             next_obs = self._send_obs(self._obs)
+        self._keep()
         reward, *log = self._send(rows).unbind(0)
         terminated, truncated, first = self._send(torch.stack((terminated, truncated, done))).unbind(0)
         named = dict(zip(self.spec.log, log, strict=True))
@@ -219,6 +247,34 @@ class MujocoVec:
         self._obs = _put_all(rows, self._obs, obs)
         self._steps = rows.put(self._steps, rows.take(torch.zeros_like(self._steps)))
 
+    def _kept(self) -> Obs:
+        """Keep the state; return the observations of all, [N, ...], in memory of their own."""
+        obs = self._send_obs(self._obs)
+        self._keep()
+        return obs
+
+    def _keep(self) -> None:
+        """Copy the state to where it was first, if a captured step reads it there."""
+        if not self.capturable:
+            return
+        new = {"steps": self._steps} | {f"memory.{k}": v for k, v in self._memory.items()}
+        new |= {f"obs.{k}": v for k, v in self._obs.items()}
+        taken = {v.untyped_storage().data_ptr() for v in self._fixed.values()}
+        moved = {k: v for k, v in new.items() if v is not self._fixed.get(k)}
+        for name, value in moved.items():
+            if name not in self._fixed or value.untyped_storage().data_ptr() in taken:
+                moved[name] = value.clone()  # before another entry is written over it
+        for name, value in moved.items():
+            self._fixed.setdefault(name, value).copy_(value)
+        self._steps = self._fixed["steps"]
+        self._memory = {k: self._fixed[f"memory.{k}"] for k in self._memory}
+        self._obs = {k: self._fixed[f"obs.{k}"] for k in self._obs}
+
+    def measures(self) -> dict[str, float]:
+        """Return nothing; warn of contacts that Warp lost, which captured steps cannot. See ``Measured``."""
+        self.engine.report_overflows()
+        return {}
+
     def state_dict(self) -> dict[str, Any]:
         """Return copies of everything later steps depend on; they then repeat bit for bit."""
         return {
@@ -243,6 +299,7 @@ class MujocoVec:
             self._levels.load_state_dict(state["levels"])
         if self._randomizer:
             self._randomizer.load_state_dict(state["randomizer"], self.engine.rows(self._yes))
+        self._keep()
 
     def render(self, index: int = 0, width: int | None = None, height: int | None = None) -> np.ndarray:
         """Render simulation ``index``, by default 640 x 480 pixels: uint8 [H, W, 3]. The camera follows the robot.
@@ -295,6 +352,18 @@ class MujocoVec:
         if self.spec.device.type == "cuda":
             value = value.pin_memory()  # torch's host allocator keeps it until the copy is complete
         return value.to(self.spec.device, non_blocking=True)
+
+
+class _Noted(dict[str, Tensor]):
+    """Fields, and the names of those that were read."""
+
+    def __init__(self, fields: Mapping[str, Tensor]):
+        super().__init__(fields)
+        self.read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Tensor:
+        self.read.add(name)
+        return super().__getitem__(name)
 
 
 def _rounded(obs: Obs) -> Obs:

@@ -126,7 +126,7 @@ class Randomizer:
         high = settings.obs_delay[1]
         self._delay = torch.zeros(n, dtype=torch.int64, device=robot.device)
         self._past = torch.zeros(n, high + 1, obs_size if high else 0, device=robot.device)
-        self._now = 0  # index in ``_past`` of the newest observation
+        self._now = torch.zeros((), dtype=torch.int64, device=robot.device)  # of the newest observation in ``_past``
         self._every = torch.arange(n, device=robot.device)
 
     def begin(self, rows: Rows, level: Tensor) -> None:
@@ -136,13 +136,13 @@ class Randomizer:
             drawn = 1.0 + level[:, None] * (self._draw.uniform(low, high, rows.count, width) - 1.0)
             if name == "gain":
                 drawn = torch.where(self._own, drawn, 1.0)
-            self.factors[name] = rows.put(self.factors[name], drawn)
+            self.factors[name].copy_(rows.put(self.factors[name], drawn))
         if self.settings.factors:
             self._apply(rows)
         low, high = self.settings.obs_delay
         if high:
             drawn = self._draw.uniform(low, high + 1, rows.count).floor_().clamp_(max=high)
-            self._delay = rows.put(self._delay, (level * drawn).round().long())
+            self._delay.copy_(rows.put(self._delay, (level * drawn).round().long()))
 
     def _apply(self, rows: Rows) -> None:
         """Set the engine's parameters from the factors."""
@@ -167,8 +167,8 @@ class Randomizer:
         """Delay the observations [N, ...] after a step and add noise. ``level`` [N]: curriculum level."""
         seen = obs["policy"]
         if self.settings.obs_delay[1]:
-            self._now = (self._now + 1) % self._past.shape[1]
-            self._past[:, self._now] = seen
+            self._now.copy_((self._now + 1) % self._past.shape[1])
+            self._past.index_copy_(1, self._now[None], seen[:, None])
             seen = self._past[self._every, (self._now - self._delay) % self._past.shape[1]]
         return {**obs, "policy": self._noisy(seen, level)}
 
@@ -176,7 +176,7 @@ class Randomizer:
         """Add noise to the first observations of episodes, [K, ...], and restart their delay buffers."""
         seen = obs["policy"]
         if self.settings.obs_delay[1]:
-            self._past = rows.put(self._past, seen[:, None].expand(-1, self._past.shape[1], -1))
+            self._past.copy_(rows.put(self._past, seen[:, None].expand(-1, self._past.shape[1], -1)))
         return {**obs, "policy": self._noisy(seen, level)}
 
     def _noisy(self, seen: Tensor, level: Tensor) -> Tensor:
@@ -190,14 +190,15 @@ class Randomizer:
             "factors": {name: value.clone() for name, value in self.factors.items()},
             "delay": self._delay.clone(),
             "past": self._past.clone(),
-            "now": self._now,
+            "now": self._now.clone(),
         }
 
     def load_state_dict(self, state: dict[str, Any], everyone: Rows) -> None:
-        there = self._past.device
-        self.factors = {name: value.to(there, copy=True) for name, value in state["factors"].items()}
-        self._delay, self._past = (state[k].to(there, copy=True) for k in ("delay", "past"))
-        self._now = int(state["now"])
+        for own, saved in ((self.factors[name], value) for name, value in state["factors"].items()):
+            own.copy_(saved)
+        self._delay.copy_(state["delay"])
+        self._past.copy_(state["past"])
+        self._now.fill_(state["now"])  # an int in checkpoints of before 0.3
         if self.settings.factors:
             self._apply(everyone)
 

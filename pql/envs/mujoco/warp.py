@@ -1,8 +1,9 @@
 """``WarpEngine``: MuJoCo Warp behind the ``Engine`` protocol, with state on the GPU in tensors shared with torch.
 
-No call synchronises with the device. Stepping, resetting and the forward pass are captured once as CUDA graphs and
-launched on PyTorch's current stream. :meth:`WarpEngine.prepare` captures them before a run begins: while one thread
-captures on Warp's stream, CUDA forbids the legacy default stream to all others. Resets are masked: they run on all
+No call synchronises with the device. Stepping and the forward pass are captured once as CUDA graphs and launched on
+PyTorch's current stream. :meth:`WarpEngine.prepare` captures them before a run begins: while one thread captures on
+Warp's stream, CUDA forbids the legacy default stream to all others. While PyTorch captures, Warp's kernels are launched
+into its graph instead, since a graph cannot be launched within a capture. Resets are masked: they run on all
 simulations and change only the selected ones.
 
 Warp keeps contacts and constraints in buffers of fixed size (C allocates as needed): 1.5 times the most that C needed
@@ -16,7 +17,8 @@ import copy
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -49,7 +51,22 @@ MARGIN = 1.5
 LEAST = 128
 """Least size of the contact pool of all simulations, which also holds candidate pairs that do not touch."""
 
+POSITIONS = {
+    *("xpos", "xquat", "xmat", "xipos", "ximat", "subtree_com", "cinert"),
+    *("geom_xpos", "geom_xmat", "site_xpos", "site_xmat"),
+}
+"""Derived fields that need positions alone; all others need the whole forward pass."""
+
+_SENSORS = int(mjw.DisableBit.SENSOR)
 _AUTORESET = int(mujoco.mjtDisableBit.mjDSBL_AUTORESET.value)
+
+
+_engines: "weakref.WeakValueDictionary[int, WarpEngine]" = weakref.WeakValueDictionary()
+
+# An operation of torch, so that recordings of a step contain it; the tensors tell what it reads and writes.
+_library = torch.library.Library("pql", "FRAGMENT")
+_library.define("warp(int engine, str work, Tensor[] read, Tensor(a!)[] written) -> ()")
+_library.impl("warp", lambda engine, work, read, written: _engines[engine].launch(work), "CompositeExplicitAutograd")
 
 
 class WarpEngine:
@@ -69,6 +86,7 @@ class WarpEngine:
     """
 
     dtype = torch.float32
+    capturable = True
 
     def __init__(
         self,
@@ -99,32 +117,39 @@ class WarpEngine:
             self._data = mjw.make_data(
                 model, num_envs, nconmax=contacts, njmax=constraints, naconmax=max(LEAST, contacts * num_envs)
             )
-        self.fields: Fields = {
-            name: wp.to_torch(getattr(self._data, name)) for name in ("qpos", "qvel", "ctrl", *outputs)
-        }
+        names = dict.fromkeys((*STATE, "ctrl", *outputs, "overflow"))
+        self._tensors = {name: wp.to_torch(getattr(self._data, name)) for name in names}  # one per array: none overlap
+        self.fields: Fields = {name: self._tensors[name] for name in ("qpos", "qvel", "ctrl", *outputs)}
         self._parameters = {name: wp.to_torch(getattr(self._model, name)) for name in own}
         # Warp can compute them too, but with about a hundred launches, which take longer than a step
         self._weights = InverseWeights(model, self.device) if deriving else None
-        state = [wp.to_torch(getattr(self._data, name)) for name in STATE]
+        state = [self._tensors[name] for name in STATE]
         self._state = [part[:, None] if part.ndim == 1 else part for part in state]
-        self._derived = bool(outputs)
-        self._mask = torch.zeros(num_envs, dtype=torch.bool, device=self.device)
-        self._graphs: dict[Any, Any] | None = {}
+        self._outputs = outputs
+        self.read_at_start(outputs)
+        self._graphs: dict[str, Any] | None = {}
+        self._joined: list[Any] = []  # what was launched into PyTorch's graphs: it must outlive them
         self._kernels = Kernels()
-        self._watch = Overflows(wp.to_torch(self._data.overflow), contacts, constraints)
+        self._watch = Overflows(self._tensors["overflow"], contacts, constraints)
+        _engines[id(self)] = self
 
     def rows(self, mask: Tensor) -> Masked:
         """Return ``mask`` [N] bool in the form that :meth:`reset` takes."""
         return Masked(mask)
 
+    def read_at_start(self, names: Collection[str]) -> None:
+        """Compute only what the fields ``names`` need in :meth:`reset`."""
+        read = {*names} & {*self._outputs}
+        self._forward = [] if not read else ["positions"] if read <= POSITIONS else ["forward"]
+
     def prepare(self, substeps: int) -> None:
         """Compile and capture all graphs that are launched later."""
-        forward, constants = ["forward"] * self._derived, ["constants"] * (self._weights is not None)
-        keys = (*constants, "reset", *forward, substeps)
+        constants = ["constants"] * (self._weights is not None)
+        works = (*constants, *self._forward, f"step {substeps}")
         with self._unchanged() as device:
-            self._kernels.load([partial(self._launch, key) for key in keys], device)
-        for key in keys:
-            self._graph(key)
+            self._kernels.load([partial(self._launch, work) for work in works], device)
+        for work in works:
+            self._graph(work)
 
     def preparation(self) -> str:
         """Return what :meth:`prepare` is doing, in words. Other threads may call it."""
@@ -133,22 +158,28 @@ class WarpEngine:
     def step(self, ctrl: Tensor, substeps: int) -> None:
         """Hold ``ctrl`` [N, nu] for ``substeps`` steps."""
         self.fields["ctrl"].copy_(ctrl)
-        self._run(substeps)
-        self._watch.look()
+        self._run(f"step {substeps}")
+        self._watch.count()
+        if not _capturing():
+            self._watch.look()
 
     def overflowed(self) -> Tensor:
         """Return [N] bool: the simulation lost contacts or constraints in the latest step."""
         return self._watch.lost
 
+    def report_overflows(self) -> None:
+        """Warn of overflows in steps of a captured graph, as far as they are known here without waiting."""
+        self._watch.look()
+
     def reset(self, rows: Rows, qpos: Tensor, qvel: Tensor) -> None:
-        """Restart ``rows`` at ``qpos`` [N, nq], ``qvel`` [N, nv]."""
+        """Restart ``rows`` at ``qpos`` [N, nq], ``qvel`` [N, nv]; all else that the next step depends on becomes 0."""
         assert isinstance(rows, Masked)
-        self._mask.copy_(rows.mask)
-        self._run("reset")
-        for name, new in (("qpos", qpos), ("qvel", qvel)):
-            self.fields[name].copy_(rows.put(self.fields[name], new))
-        if self._derived:
-            self._run("forward")
+        new = {"qpos": qpos, "qvel": qvel}
+        for name in (*STATE, "ctrl"):
+            old = self._tensors[name]
+            old.copy_(rows.put(old, new.get(name, torch.zeros_like(old))))
+        for work in self._forward:
+            self._run(work)
 
     def set_parameters(self, rows: Rows, values: Fields) -> None:
         for name, value in values.items():
@@ -187,32 +218,62 @@ class WarpEngine:
             torch.cuda.synchronize(self.device)  # a graph may still run on the arrays
         self._graphs = None
 
-    def _launch(self, key: Any) -> None:
-        """Launch the work of graph ``key``: "reset", "forward", "constants", or a number of substeps."""
-        if key == "reset":
-            mjw.reset_data(self._model, self._data, reset=wp.from_torch(self._mask))
-        elif key == "forward":
+    def _launch(self, work: str) -> None:
+        """Launch the kernels of ``work``: "positions", "forward", "constants", or "step" and a number of substeps."""
+        if work == "positions":
+            mjw.fwd_kinematics(self._model, self._data)
+        elif work == "forward":
             mjw.forward(self._model, self._data)
-        elif key == "constants":
+        elif work == "constants":
             mjw.set_const(self._model, self._data, mjw.SetConstGroup.FIXED, restore=False)
         else:
-            for _ in range(key):
-                mjw.step(self._model, self._data)
+            for left in reversed(range(int(work.removeprefix("step ")))):
+                with self._without_sensors(left > 0):
+                    mjw.step(self._model, self._data)
 
-    def _run(self, key: Any) -> None:
-        """Launch a graph; capture it first if necessary."""
-        graph = self._graph(key)
+    @contextmanager
+    def _without_sensors(self, without: bool) -> Iterator[None]:
+        """Context manager: leave out sensors and contact forces, which only the last substep of a step shows."""
+        option = self._model.opt
+        flags, forces = option.disableflags, option.run_rne_postconstraint
+        if without and not self._model.nhistory:  # delayed sensors remember every substep
+            option.disableflags, option.run_rne_postconstraint = flags | _SENSORS, False
+        try:
+            yield
+        finally:
+            option.disableflags, option.run_rne_postconstraint = flags, forces
+
+    def _run(self, work: str) -> None:
+        torch.ops.pql.warp(id(self), work, list(self._parameters.values()), list(self._tensors.values()))
+
+    def launch(self, work: str) -> None:
+        """Launch the graph of ``work``, captured first if necessary; while PyTorch captures, its kernels."""
+        if _capturing():
+            self._join(work)
+            return
+        graph = self._graph(work)
         if self.device.type == "cuda":
             wp.capture_launch(graph, stream=wp.stream_from_torch(torch.cuda.current_stream(self.device)))
         else:
             wp.capture_launch(graph)
 
-    def _graph(self, key: Any) -> Any:
+    def _join(self, work: str) -> None:
+        """Launch the kernels of ``work`` into the graph that PyTorch is capturing."""
+        stream = wp.stream_from_torch(torch.cuda.current_stream(self.device))
+        here = wp.ScopedStream(stream, sync_enter=False, sync_exit=False)
+        with wp.ScopedDevice(wp.device_from_torch(self.device)), here:
+            wp.capture_begin(stream=stream, external=True, force_module_load=False)
+            try:
+                self._launch(work)
+            finally:
+                self._joined.append(wp.capture_end(stream=stream))
+
+    def _graph(self, work: str) -> Any:
         if self._graphs is None:
             raise RuntimeError("the environment is closed")
-        if key not in self._graphs:
-            self._graphs[key] = self._capture(partial(self._launch, key))
-        return self._graphs[key]
+        if work not in self._graphs:
+            self._graphs[work] = self._capture(partial(self._launch, work))
+        return self._graphs[work]
 
     def _capture(self, launch: Callable[[], None]) -> Any:
         """Compile, warm up and capture; the simulations' state is unchanged."""
@@ -257,11 +318,14 @@ class Overflows:
         """Clear the flags, which other work than the run's steps may have set."""
         self._flags.zero_()
 
-    def look(self) -> None:
-        """Count the overflows of a step. Call it after every step."""
+    def count(self) -> None:
+        """Count the overflows of a step, on the device. Call it after every step."""
         self.lost = (self._flags & LOST) != 0
         self._total += self.lost.sum()
         self._flags.zero_()
+
+    def look(self) -> None:
+        """Read the count now and then. Call it after steps that are not captured, or between others."""
         self._steps += 1
         if self._steps % self.EVERY == 1:
             self._warn()
@@ -281,6 +345,10 @@ class Overflows:
             message = f"MuJoCo Warp's buffers of {sizes} have overflowed {count} times: contacts were lost"
             larger = "task.kwargs.contacts=[{},{}]".format(*self._sizes)
             warnings.warn(f"{message}. Enlarge them by half: {larger}.", PqlWarning, stacklevel=2)
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _arrays(holder: Any) -> list[Any]:
