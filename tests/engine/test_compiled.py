@@ -162,6 +162,21 @@ def test_draws_come_first_and_keep_their_order(plain):
     assert [isinstance(step, Region) for step in program.steps] == [False] * 4 + [True]
 
 
+def test_results_that_outlive_a_body_are_those_of_its_latest_replay(plain):
+    given, out, fixed = torch.ones(3), {}, torch.zeros(2)
+
+    def body():
+        out["sum"] = (given * 2).sum()
+        out["fixed"] = fixed
+
+    program = compile_body(body, [])
+    given.fill_(5.0)
+    program.replay()
+    assert program.latest(out["sum"]) == 30.0
+    assert program.latest(out["fixed"]) is fixed
+    assert out["sum"] == 6.0
+
+
 def test_a_draw_that_depends_on_numbers_divides_a_region(plain):
     owner = Owner(x=torch.full((4, 3), 0.5), y=torch.zeros(4, 3))
 

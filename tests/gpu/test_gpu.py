@@ -171,10 +171,13 @@ RANDOM = {"mass": [0.8, 1.2], "obs_noise": 0.01, "obs_delay": [0, 2], "push": 0.
 
 
 @HERE_TOO
-@pytest.mark.parametrize("compile", ["off", pytest.param("on", marks=pytest.mark.slow)])
-def test_a_step_of_mujoco_on_warp_is_one_graph(compile):
+@pytest.mark.parametrize("how", ["graph", "regions", pytest.param("compiled", marks=pytest.mark.slow)])
+def test_a_step_of_mujoco_on_warp_is_one_graph(how, monkeypatch):
     """With restarts, randomisation and a curriculum. On a GPU Warp's sums have no fixed order."""
     pytest.importorskip("mujoco_warp")
+    compile = "off" if how == "graph" else "on"
+    if how == "regions":
+        monkeypatch.setattr("pql.engine.compiled.inductor", lambda module, example: lambda given: module(*given))
     kwargs = {"engine": "warp", "max_episode_steps": 5, "randomize": RANDOM, "curriculum": {"kind": "survive"}}
     config = gpu_config(task={"name": "halfcheetah", "kwargs": kwargs}, placement={"compile": compile})
     parts = build(config)
@@ -184,7 +187,7 @@ def test_a_step_of_mujoco_on_warp_is_one_graph(compile):
     captured, eager = (run(replace(config, graphs=g), ticks=2 * TICKS) for g in ("on", "off"))
     assert captured["collector/env/steps"].max() < 5
     assert captured["collector/env/levels/level"].unique().numel() > 1
-    if DEVICE == "cpu" and compile == "off":
+    if DEVICE == "cpu" and how != "compiled":
         assert differences(captured, eager) == []
     else:
         assert [k for k, v in captured.items() if not v.isfinite().all()] == []
