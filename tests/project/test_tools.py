@@ -51,7 +51,7 @@ SMOKE = {
         "round trip, 64 envs / in this process",
         "overlap: in another process",
     ),
-    "warp_envs": ("warp halfcheetah (shipped) n=4 / bare", "warp halfcheetah (shipped) n=4: bytes"),
+    "warp_envs": ("warp halfcheetah (shipped) n=4, captured / bare", "warp halfcheetah (shipped) n=4: bytes"),
     "remote": ("env steps: 2 actors of", "p50 round trip", "server, 2 actors of 32", "processor time"),
     "lag": ("ball_balance: vtrace, lag 8 / 0", "one_step", "none"),
     "atari": ("raw stepping", "serial / bound", "halves / serial", "update B=8", "training DQN", "memory"),

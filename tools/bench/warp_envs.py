@@ -1,7 +1,7 @@
 """Env-steps per second of MuJoCo Warp's environments on a GPU, at several numbers of environments.
 
-Random actions; whole steps of our environment (physics, reward, observation, masked restarts). The baseline is the bare
-physics of the same engine. Each row names the task and its model; ``bytes`` is the memory of one environment's
+Random actions; whole steps of our environment (physics, reward, observation, masked restarts): compiled and captured,
+as in a run, and launched from the host. The baseline is the bare physics of the same engine, captured. Each row names the task and its model; ``bytes`` is the memory of one environment's
 simulation, computed from the sizes of Warp's arrays. The first run compiles kernels for minutes (and stores them
 in ``WARP_CACHE_PATH``).
 """
@@ -9,6 +9,7 @@ in ``WARP_CACHE_PATH``).
 import argparse
 import importlib.util
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ def rate(step: Callable[[], Any], num_envs: int, seconds: float, device: torch.d
 
 def case(name: str, num_envs: int, device: torch.device, args: argparse.Namespace) -> list[Row]:
     from pql.contract.env import make_env
+    from pql.engine.graph import Execution, Graph
     from pql.envs.mujoco.env import MujocoVec
     from pql.envs.mujoco.warp import WarpEngine
 
@@ -39,16 +41,21 @@ def case(name: str, num_envs: int, device: torch.device, args: argparse.Namespac
     assert isinstance(env.engine, WarpEngine)
     env.reset(0)
     action = torch.rand(num_envs, env.task.action_size, device=device) * 2 - 1
-    ctrl, skip = env.task.control(action, env.engine.fields, env._memory), env.task.frame_skip
-    engine = env.engine
-    fns = {
-        "ours": rate(lambda: env.step(action), num_envs, args.seconds, device),
-        "bare": rate(lambda: engine.step(ctrl, skip), num_envs, args.seconds, device),
+    ctrl = env.task.control(action, env.engine.fields, env._memory)
+    step, physics = partial(env.step, action), partial(env.engine.step, ctrl, env.task.frame_skip)
+    bodies = {
+        "captured": Graph(step, device, env.generators, env, Execution("auto", "auto"), "a step"),
+        "launched": Graph(step, device, env.generators, env),
+        "bare": Graph(physics, device, [], env, Execution("auto")),
     }
-    rates = alternate(fns, args.rounds)
+    for body in bodies.values():
+        body.prepare()
+    rates = alternate({k: rate(body, num_envs, args.seconds, device) for k, body in bodies.items()}, args.rounds)
     title = f"warp {name} ({env.spec.info['model']}) n={num_envs}"
-    rows = [compare(f"{title} / bare", "env-steps/s", rates["ours"], rates["bare"])]
-    rows.append(compare(f"{title}: bytes", "bytes/env", [float(engine.bytes_per_env())]))
+    rows = [
+        compare(f"{title}, {how} / bare", "env-steps/s", rates[how], rates["bare"]) for how in ("captured", "launched")
+    ]
+    rows.append(compare(f"{title}: bytes", "bytes/env", [float(env.engine.bytes_per_env())]))
     env.close()
     return rows
 
