@@ -51,7 +51,7 @@ class Collector:
         self.env, self.actor, self.normalizer, self.stores, self.gen = env, actor, normalizer, stores, gen
         self.device, self.obs, self.episodes = state.device, state.obs, state.episodes
         self.saturation, self.quarantine, self.recorder = state.saturation, state.quarantine, state.recorder
-        self.slices = [EnvSlice(part, execution) for part in state.slices()]
+        self.slices = [EnvSlice(part, execution._replace(worker="collector")) for part in state.slices()]
         self.stepper = (LateStepper if state.late else EvenStepper)(state, self.slices)
 
     @property

@@ -13,6 +13,7 @@ import torch
 
 from pql.engine import crash, deadlines
 from pql.engine.deadlines import Limit, idle_get
+from pql.engine.graph import priority
 from pql.engine.watchdog import clock, stacks, watching
 from pql.errors import HungError, RunError, first_line, with_cause
 
@@ -204,15 +205,16 @@ class Streams:
         # A stream per device that a worker may use (it pulls from and inserts on other devices); its own comes last.
         every = list(dict.fromkeys(devices.values()))
         self.streams = {
-            name: [self._stream(d) for d in (*(d for d in every if d != own), own)] for name, own in devices.items()
+            name: [self._stream(d, priority(name)) for d in (*(d for d in every if d != own), own)]
+            for name, own in devices.items()
         }
         self.ends: list[Any] = []  # events that the next tick must wait for
         self.started = False
         self.flight: deque[dict[str, tuple[Any, Any]]] = deque()  # by worker: first and last event of its job
 
     # Only the four methods below call CUDA; a recording back end replaces them in tests.
-    def _stream(self, device: torch.device) -> Any:
-        return torch.cuda.Stream(device)
+    def _stream(self, device: torch.device, priority: int) -> Any:
+        return torch.cuda.Stream(device, priority)
 
     def _on(self, stream: Any) -> AbstractContextManager[Any]:
         return torch.cuda.stream(stream)

@@ -35,13 +35,21 @@ class Execution(NamedTuple):
     Attributes:
         capture: ``off``: eagerly; ``on``: it is an error if one cannot be captured.
         compile: ``auto``: on a GPU, if it works; ``on``: it is an error if one cannot be compiled.
+        worker: the name of the worker that runs them.
     """
 
     capture: Choice = "off"
     compile: Choice = "off"
+    worker: str = "learner"
 
 
 EAGER = Execution()
+
+
+def priority(worker: str) -> int:
+    """Return the priority of a worker's CUDA stream, the lower the sooner: a step is a chain of small kernels, which
+    would queue behind the learners' large ones. Work that is not of a tick, such as evaluations, has 0, the lowest."""
+    return -2 if worker == "collector" else -1
 
 
 class Restorable(Protocol):
@@ -129,6 +137,7 @@ class Graph:
         self.capture, self.required = execution.capture != "off" and self.possible(device), execution.capture == "on"
         here_too = device.type == "cuda" or execution.compile != "auto"
         self.compile: Choice = execution.compile if here_too else "off"
+        self.priority = priority(execution.worker)
         self.program: Program | None = None
         self.graph: Captured | None = None
 
@@ -144,7 +153,7 @@ class Graph:
 
     def take(self) -> Captured | None:
         """Warm up and capture, on a separate stream."""
-        stream = torch.cuda.Stream(self.device)
+        stream = torch.cuda.Stream(self.device, self.priority)  # a graph's kernels keep the priority
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             for _ in range(WARMUP):

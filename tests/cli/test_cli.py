@@ -340,7 +340,6 @@ def test_what_needs_no_torch_loads_none(tmp_path, argv, status):
                 ("maniskill", "task"),
                 ("isaaclab", "task"),
                 ("isaacgym", "task"),
-                ("dmlab", "level"),
             )
         ),
     ],

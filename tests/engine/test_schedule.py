@@ -189,6 +189,8 @@ def test_streams_order_every_cross_worker_read(order):
     parts = start(small_config(), RecordingStreams(order, trace), trace)
     for _ in range(12):
         parts.schedule.tick()
+    priorities = {name: event[2] for name, event in zip(order, trace.events, strict=False)}
+    assert priorities == {"collector": -2, "v": -1, "p": -1}
     assert check_order(trace.events) >= 11 * 7  # three readers of rows, weights and statistics
     # the host waits for a tick two behind, never for the newest one
     events = [e for e in trace.events if e[0] in ("record", "host")]

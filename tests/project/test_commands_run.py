@@ -32,7 +32,7 @@ FOREIGN = [pytest.mark.foreign]
 ON_CPU_TOO = r"pql (train|eval|doctor) .*(scale=gpu|device=cuda)"
 MARKED = {  # by the first rule that fits
     r"pql .*isaacgym.*device=cuda": [*GPU, *FOREIGN],
-    r"pql .*(/opt/|task=dmlab|task=playground|engine=warp|gymnasium_robotics:|minigrid:)": FOREIGN,
+    r"pql .*(/opt/|task=playground|engine=warp|gymnasium_robotics:|minigrid:)": FOREIGN,
     r"PQL_ISAACGYMENVS=|python tools/originals/check": FOREIGN,
     r"python fast_td3|uv run": FOREIGN,
     ON_CPU_TOO: GPU,
@@ -202,7 +202,7 @@ def lacking(words):
         return None if os.environ.get(ORIGINALS) else f"the variable {ORIGINALS}"
     files = [found for word in words for found in re.findall(r"/opt/[\w./-]+|fast_td3/\w+\.py", word)]
     files += ["train.py"] if words[0] == "uv" else []
-    modules = {"task=playground": "mujoco_playground", "task=dmlab": "deepmind_lab", "engine=warp": "mujoco_warp"}
+    modules = {"task=playground": "mujoco_playground", "engine=warp": "mujoco_warp"}
     modules["task.id=gymnasium_robotics:PointMaze_UMaze-v3"] = "pettingzoo"  # which gymnasium_robotics imports
     modules["task.id=minigrid:MiniGrid-Empty-5x5-v0"] = "minigrid"
     wanted = [] if files else [modules[word] for word in words if word in modules]

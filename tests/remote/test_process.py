@@ -262,7 +262,7 @@ def test_the_plain_records_are_the_librarys(python):
     script = (
         "import json, sys; sys.path[0] = sys.argv[1]; import far; sys.path.pop(0); far.mount(sys.argv[2])\n"
         # These run in that Python, too.
-        "import pql.envs.adapters.isaacgym, pql.envs.adapters.dmlab, pql.remote.process.shared_cuda\n"
+        "import pql.envs.adapters.isaacgym, pql.remote.process.shared_cuda\n"
         "from pql.contract import plain\n"
         "print(json.dumps({n: [getattr(plain, n)._fields, {k: str(v) for k, v in getattr(plain, n)._field_defaults"
         ".items()}] for n in ('ObsSpec', 'Box', 'Discrete', 'MultiDiscrete', 'EnvSpec', 'Step')}))"

@@ -33,8 +33,9 @@ class RecordingStreams(Streams):
         self.log, self.count, self.device = log, 0, Device()
         super().__init__(dict.fromkeys(names, torch.device("cpu")))
 
-    def _stream(self, device: Any) -> Any:
+    def _stream(self, device: Any, priority: int) -> Any:
         self.count += 1
+        self.log("stream", f"stream{self.count}", priority)
         return f"stream{self.count}"
 
     def _on(self, stream: Any) -> Any:

@@ -21,7 +21,6 @@ from pql.wrap.single import SingleEnv  # noqa: E402
 
 # Presets for simulators of other packages, a task's own name or another machine: nothing to build by an id of ours.
 ADAPTERS = {
-    "dmlab",
     "env",
     "envpool",
     "football",

@@ -1,9 +1,9 @@
 """Env-steps per second of MuJoCo Warp's environments on a GPU, at several numbers of environments.
 
 Random actions; whole steps of our environment (physics, reward, observation, masked restarts): compiled and captured,
-as in a run, and launched from the host. The baseline is the bare physics of the same engine, captured. Each row names the task and its model; ``bytes`` is the memory of one environment's
-simulation, computed from the sizes of Warp's arrays. The first run compiles kernels for minutes (and stores them
-in ``WARP_CACHE_PATH``).
+as in a run, and launched from the host. The baseline is the bare physics of the same engine, captured. Each row names
+the task and its model; ``bytes`` is the memory of one environment's simulation, computed from the sizes of Warp's
+arrays. The first run compiles kernels for minutes (and stores them in ``WARP_CACHE_PATH``).
 """
 
 import argparse
