@@ -42,7 +42,8 @@ def case(name: str, num_envs: int, device: torch.device, args: argparse.Namespac
     env.reset(0)
     action = torch.rand(num_envs, env.task.action_size, device=device) * 2 - 1
     ctrl = env.task.control(action, env.engine.fields, env._memory)
-    step, physics = partial(env.step, action), partial(env.engine.step, ctrl, env.task.frame_skip)
+    step: Any = partial(env.step, action)
+    physics = partial(env.engine.step, ctrl, env.task.frame_skip)
     bodies = {
         "captured": Graph(step, device, env.generators, env, Execution("auto", "auto"), "a step"),
         "launched": Graph(step, device, env.generators, env),
