@@ -48,8 +48,8 @@ EAGER = Execution()
 
 def priority(worker: str) -> int:
     """Return the priority of a worker's CUDA stream, the lower the sooner: a step is a chain of small kernels, which
-    would queue behind the learners' large ones. Work that is not of a tick, such as evaluations, has 0, the lowest."""
-    return -2 if worker == "collector" else -1
+    would queue behind the learners' large ones. Evaluations come last."""
+    return {"collector": -2, "evaluation": 0}.get(worker, -1)
 
 
 class Restorable(Protocol):

@@ -4,20 +4,22 @@ import math
 import queue
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import Tensor
 
 from pql.algos.registry import seeds
+from pql.collect.actors import action_buffer
 from pql.config.schema import EvalConfig
-from pql.contract.env import VecEnv, make_ready
-from pql.contract.optional import WithEvaluation, supports
+from pql.contract.env import VecEnv, capturable, make_ready
+from pql.contract.optional import Capturable, WithEvaluation, supports
 from pql.engine import crash, deadlines, watchdog
 from pql.engine.deadlines import Limit, idle_get, start_limit, step_limit
-from pql.engine.graph import clone_state
+from pql.engine.graph import Choice, Execution, Graph, clone_state
 from pql.engine.watchdog import Watch, watching
 from pql.errors import ConfigError, HungError, RunError, first_line
 from pql.run.environment import build_env, staggered
@@ -25,6 +27,7 @@ from pql.run.episodes import EpisodeRules, Evaluation, StoppedError, check_actin
 from pql.run.log.film import Filmer
 from pql.run.play import can_film, check_video_packages
 from pql.run.policy import Policy, fresh_policy, snapshot
+from pql.types import Step
 
 if TYPE_CHECKING:
     from pql.run.session import Session
@@ -42,6 +45,33 @@ class EvaluationReport:
     counters: dict[str, float]
     state: dict[str, Any]
     outcome: Evaluation | BaseException
+
+
+class CapturedEnv:
+    """Environments whose step is one CUDA graph, so that evaluations leave the host to the training."""
+
+    def __init__(self, env: Capturable, choice: Choice):
+        self._env, self._action = env, action_buffer(env.spec)
+        execution = Execution(choice, worker="evaluation")
+        self._graph = Graph(self._body, env.spec.device, env.generators, cast(Any, env), execution)
+
+    def prepare(self) -> None:
+        """Prepare the environments and capture a step; if that fails, steps are launched. Called once."""
+        make_ready(self._env)
+        with nullcontext() if self._graph.required else suppress(Exception):  # the collector's capture says why
+            self._graph.prepare()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._env, name)
+
+    def step(self, action: Tensor) -> Step:
+        """As ``VecEnv.step``; the next step overwrites the answer."""
+        self._action.copy_(action)
+        self._graph()
+        return self._answer
+
+    def _body(self) -> None:
+        self._answer = self._env.step(self._action)
 
 
 class Evaluator:
@@ -204,6 +234,8 @@ class Evaluations:
         with watching("building the evaluation's environments", start):
             env = self._beside() or build_env(ranks.share, config.eval.num_envs, parts.machine)
             policy = fresh_policy(config, parts.env.spec, env.spec.device)
+            if config.graphs != "off" and Graph.possible(env.spec.device) and capturable(env):
+                env = cast(VecEnv, CapturedEnv(cast(Capturable, env), cast(Choice, config.graphs)))
             return Evaluator(env, policy, seeds(config.seed)["eval"], config.eval, step, start)
 
     def _make_filmer(self) -> Filmer | None:

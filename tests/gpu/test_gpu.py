@@ -42,6 +42,9 @@ from pql.envs.classic import CartpoleSwingup
 from pql.errors import ConfigError, PqlWarning
 from pql.run.build import build
 from pql.run.environment import build_env
+from pql.run.episodes import EpisodeRules, run_episodes
+from pql.run.evaluator import CapturedEnv
+from pql.run.policy import fresh_policy
 from tools.gpu.runs import Ordered
 
 DEVICE = "cuda"
@@ -228,6 +231,28 @@ def test_a_step_that_cannot_be_captured_runs_between_two_graphs(kind, why, machi
     parts = build(replace(config, graphs="on"), kind(config.num_envs, torch.device(DEVICE)))
     with pytest.raises(ConfigError, match=f"graphs=on: expected auto or off: the simulator's step cannot .*{why}"):
         parts.prepare()
+
+
+@HERE_TOO
+@pytest.mark.parametrize("task", ["cartpole_swingup", "halfcheetah"])
+def test_an_evaluation_with_a_captured_step_has_the_same_episodes(task):
+    kwargs = {"max_episode_steps": 6}
+    if task == "halfcheetah":
+        pytest.importorskip("mujoco_warp")
+        kwargs["engine"] = "warp"
+    config = gpu_config(task={"name": task, "kwargs": kwargs})
+    found = []
+    for choice in ("off", "on"):
+        env = build_env(config, 4)
+        policy = fresh_policy(replace(config, seed=3), env.spec, DEVICE)
+        captured = CapturedEnv(env, choice)
+        captured.prepare()
+        assert (captured._graph.graph is not None) == (choice == "on")
+        found.append(run_episodes(captured, policy, 5, EpisodeRules(episodes=8)))
+    assert found[0].lengths == found[1].lengths == [6] * 8
+    assert len(set(found[0].returns)) == 8
+    same = {"cartpole_swingup": 0.0, "halfcheetah": 0.0 if DEVICE == "cpu" else 1e-2}[task]
+    assert found[0].returns == pytest.approx(found[1].returns, rel=same, abs=same)
 
 
 class Turns:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import small_config
 from run_files import points, rows, words
+from stand_in import pretend
 
 import pql
 from pql.cli.main import main
@@ -21,7 +22,7 @@ from pql.envs.toy import FILLER_REWARD, Counter
 from pql.errors import PqlWarning, RunError
 from pql.run.environment import build_env
 from pql.run.episodes import EpisodeRules, Evaluation, StoppedError, run_episodes
-from pql.run.evaluator import Evaluator
+from pql.run.evaluator import CapturedEnv, Evaluator
 from pql.run.policy import fresh_policy, load_policy, snapshot
 from pql.run.session import Session
 from pql.run.store.checkpoint import load
@@ -396,6 +397,19 @@ def test_an_evaluator_that_fails_ends_the_run_and_names_the_cause(tmp_path, monk
     session = Session(compose(words(tmp_path, "eval.final=true")), quiet=True)
     with pytest.raises(RunError, match="the evaluator failed: ValueError: simulator lost"):
         session.train()
+
+
+def test_a_run_on_a_device_evaluates_with_a_captured_step(tmp_path, monkeypatch):
+    pretend(monkeypatch)
+    prepared = []
+    prepare = CapturedEnv.prepare
+    monkeypatch.setattr(CapturedEnv, "prepare", lambda self: prepare(self) or prepared.append(self._graph.graph))
+    found = [
+        Session(compose(words(tmp_path / g, "eval.final=true", f"graphs={g}")), quiet=True).train().return_mean
+        for g in ("auto", "off")
+    ]
+    assert found[0] == found[1]
+    assert [graph is not None for graph in prepared] == [True]
 
 
 def test_evaluating_often_does_not_change_the_training(tmp_path):
