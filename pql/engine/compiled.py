@@ -30,7 +30,7 @@ from pql.engine.recorder import (
     replaced,
     written_by,
 )
-from pql.engine.tape import ALLOCATIONS, tensors_of
+from pql.engine.tape import ALLOCATIONS, run_again, tensors_of
 from pql.nets.distributions import fusing
 
 LARGE = 64 * 2**20
@@ -103,7 +103,9 @@ class Region:
         twins = [[t if t.nbytes > LARGE else t.clone() for t in before] for _ in range(2)]
         results = [list(self.function(twins[0])), list(self._module()(*twins[1]))]
         values.update(zip(self.outputs, results[0], strict=True))
-        changes = [relative(*pair) for pair in zip(*results, strict=True)]
+        undefined = unwritten(self.calls)
+        pairs = zip(self.outputs, *results, strict=True)
+        changes = [relative(one, two) for made, one, two in pairs if made not in undefined]
         changes += [relative(one, two, old) for one, two, old in zip(*twins, before, strict=True) if one is not two]
         return max(changes, default=0.0)
 
@@ -324,7 +326,7 @@ class Single:
             return values[ref] if isinstance(ref, Made) else self.outside[ref.number]
 
         args, kwargs = replaced((self.call.args, self.call.kwargs), value)
-        out = self.call.func(*args, **kwargs)
+        out = run_again(self.call.func, args, kwargs)
         values.update(zip(references(self.call.made), tensors_of(out), strict=True))
 
 
@@ -354,6 +356,17 @@ def drawn_first(calls: list[Call], recorder: Recorder) -> tuple[list[Call], list
         for ref in written_by(call):
             unwritten.pop(ref, None)
     return draws, [call for i, call in enumerate(calls) if i not in moved]
+
+
+def unwritten(calls: Iterable[Call]) -> set[Made]:
+    """Return the tensors whose memory ``calls`` allocate, or view, without writing it: what a collective receives."""
+    found: set[Made] = set()
+    for call in calls:
+        made = call.created()
+        if call.func.overloadpacket.__name__ in ALLOCATIONS or (call.func.is_view and found & {*call.inputs()}):
+            found |= {*made}
+        found -= {*written_by(call)}
+    return found
 
 
 def allocation(made: Made, recorder: Recorder) -> Call:

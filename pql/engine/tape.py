@@ -107,12 +107,22 @@ class Tape(TorchDispatchMode):
         """Run all operations again on the current contents of memory."""
         with torch.no_grad():
             for func, args, kwargs, made in self.calls:
-                again = func(*args, **kwargs)
+                again = run_again(func, args, kwargs)
                 if again is made:  # written in place
                     continue
                 for old, value in zip(tensors_of(made), tensors_of(again), strict=True):
                     if old.untyped_storage().data_ptr() != value.untyped_storage().data_ptr():
                         old.copy_(value)
+
+
+def run_again(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run a recorded operation. Collectives are waited for, which was no operation."""
+    out = func(*args, **kwargs)
+    if func.namespace == "c10d":
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.ScriptObject):
+                leaf.wait()  # type: ignore[attr-defined]
+    return out
 
 
 def tensors_of(out: Any) -> list[Tensor]:

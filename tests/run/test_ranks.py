@@ -23,6 +23,7 @@ import pql
 from pql.algos.registry import own_seed
 from pql.config.compose import compose
 from pql.data import tensorfile
+from pql.engine import compiled
 from pql.engine.world import World, world
 from pql.errors import ConfigError, RunError
 from pql.run.ranks import share_of
@@ -195,6 +196,28 @@ def test_both_end_with_the_same_weights_and_statistics(both: Pair, tmp_path, cas
         assert first["norm"]["moments.policy.count"] == 16 + 320  # of both
     again, _ = both(run, *settings(tmp_path / "b", case, "budget.env_steps=320"))
     assert differences(first["weights"], again["weights"]) == []  # and the same bits every time
+
+
+def run_in_regions(*overrides: str) -> dict:
+    """As ``run``, without Inductor: each region runs as its operations."""
+    inductor, compiled.inductor = compiled.inductor, lambda module, example: lambda given: module(*given)
+    try:
+        return run(*overrides)
+    finally:
+        compiled.inductor = inductor
+
+
+@pytest.mark.parametrize("how", [run_in_regions, pytest.param(run, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", ["pql", "ppo"])
+def test_compiled_updates_of_both_are_those_of_eager_ones(both: Pair, tmp_path, case, how):
+    """Collectives run between two regions."""
+    eager, _ = both(run, *settings(tmp_path / "eager", case, "budget.env_steps=160", "graphs=off"))
+    on = ("budget.env_steps=160", "graphs=off", "placement.compile=on")
+    first, second = both(how, *settings(tmp_path / "compiled", case, *on))
+    mine, theirs = ({k: v for k, v in r["weights"].items() if not PER_RANK.search(k)} for r in (first, second))
+    assert differences(mine, theirs) == []
+    for name, value in mine.items():
+        torch.testing.assert_close(value, eager["weights"][name], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("case", sample(["pql", "sac", "ppo", "rainbow"], keep=["pql", "ppo"]))
