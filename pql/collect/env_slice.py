@@ -116,12 +116,13 @@ class EnvSlice:
         """
         with self._step.unchanged() as restore:
             self._step()
-            captured = {k: v.double() for k, v in named_step(answer).items()}
+            captured = {k: v.clone() for k, v in named_step(answer).items()}
             restore()
             self._step_body()
-            for name, one in named_step(self.last).items():
-                apart = (captured[name] - one.double()).abs() / one.double().abs().clamp(min=1.0)
-                if (share := float((~(apart <= SAME)).double().mean())) > ODD:
+            for name, value in named_step(self.last).items():
+                one, other = captured[name].float(), value.float()
+                differs = ~one.isclose(other, rtol=SAME, atol=SAME, equal_nan=True)
+                if (share := float(differs.float().mean())) > ODD:
                     return f"{share:.0%} of {name} differ from those of a step that is not captured"
         return None
 
