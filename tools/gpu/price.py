@@ -38,7 +38,7 @@ COSTS = {
     "goal": Cost(20, 10, 1.0, 69e6),  # 450 and 160 us
 }
 
-# Env steps per second with 4,096 environments. Measured on the H200: Ant (in a run, without contact forces), Humanoid and
+# Env steps per second with 4,096 environments. Measured on the H200: Ant (in a run, without contact forces), Humanoid,
 # HalfCheetah; swing-up from its 145 kernels; the others are HalfCheetah's, times the ratio of bare steps on a CPU core.
 STEPS = {"ant": 742e3, "humanoid": 561e3, "halfcheetah": 1535e3, "cartpole_swingup": 16e6}
 STEPS |= {"hopper": 770e3, "walker2d": 497e3, "go1_velocity": 497e3, "anymal": 514e3, "isaac_ant": 2015e3}
