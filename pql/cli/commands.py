@@ -237,6 +237,12 @@ def run_warm_up(args: argparse.Namespace) -> int:
     return warm_up(args.overrides)
 
 
+def run_profile(args: argparse.Namespace) -> int:
+    from pql.cli.profile import profile
+
+    return profile(args.overrides, Path(args.out), args.ticks)
+
+
 def run_list(args: argparse.Namespace) -> int:
     from pql.config.layers import Presets
     from pql.contract.registry import env_names, find_factory

@@ -44,7 +44,7 @@ if [ "$funcstack[1]" = "_pql" ]; then _pql "$@"; else compdef _pql pql; fi
 """
 
 FISH = """\
-complete -c pql -f -n '__fish_seen_subcommand_from train sweep warm-up list doctor completion'
+complete -c pql -f -n '__fish_seen_subcommand_from train sweep warm-up profile list doctor completion'
 complete -c pql -a '(pql completion --words (commandline -cp) 2>/dev/null)'
 """
 
@@ -101,7 +101,7 @@ def setting_names(command: str, algo: str | None = None) -> list[str]:
     known = [*known_settings()] if algo is None else [name for name in known_settings() if is_of(name, algo)]
     if command == "train":
         return [*GROUPS, *known, "multirun_dir"]
-    if command == "warm-up":
+    if command in ("warm-up", "profile"):
         return [*GROUPS, *known]
     if command == "sweep":
         return [*GROUPS, *known, *(f.name for f in fields(Settings))]
@@ -131,7 +131,7 @@ def setting_values(command: str, word: str) -> list[str]:
     key, _, text = word.partition("=")
     head = f"{key}={text[: text.rfind(',') + 1]}"
     allowed: Sequence[str] = ()
-    if key in GROUPS and command in ("train", "sweep", "warm-up", "resume"):
+    if key in GROUPS and command in ("train", "sweep", "warm-up", "profile", "resume"):
         allowed = Presets().names(key)
     elif key in OWN:
         allowed = OWN[key]

@@ -124,6 +124,14 @@ COMMANDS = {
     "warm-up": Command(
         "compile ahead what a run needs: pql warm-up task=ant num_envs=4096", (overrides("as for train"),)
     ),
+    "profile": Command(
+        "where a run's tick goes: pql profile task=ant num_envs=4096",
+        (
+            overrides("as for train"),
+            word("--out", metavar="FILE", default="trace.json.gz", help="the trace; default: trace.json.gz"),
+            word("--ticks", type=int, default=5, help="default: 5"),
+        ),
+    ),
     "actor": Command("environments for a learner elsewhere: pql actor --connect HOST:PORT --task ant"),
     "fleet": Command("actors on a Ray cluster: pql fleet --connect HOST:PORT --task ant --actors 16"),
     "list": Command("what there is: pql list tasks|algos|games", (word("what", choices=("tasks", "algos", "games")),)),
