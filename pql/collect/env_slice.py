@@ -53,7 +53,7 @@ class EnvSlice:
         # A copy to another device joins that device's current stream, which is not allowed during capture.
         near = all(store.device == here for store in stores)
         alone = near and self.ids is None and not state.default_stream and Graph.possible(device)
-        whole_step = execution.capture != "off" and alone and capturable(env)
+        whole_step = execution != EAGER and alone and capturable(env)
         drawn = [state.gen, *(cast(Capturable, env).generators if whole_step else ())]
         part = EAGER if whole_step else execution
         acting = _Changed({"actor": actor}, {}, state.gen)
@@ -63,16 +63,19 @@ class EnvSlice:
         recording = _Changed(statistics, positions)
         stepping = _Changed({"act": acting, "record": recording, "env": cast(Any, env)}, state.obs)
         self._act = make_graph(self._act_body, device, [state.gen], acting, part, "acting")
-        self._record = Graph(self._record_body, device, [], recording, part if near else EAGER)
-        self._step = Graph(self._step_body, device, drawn, stepping, execution if whole_step else EAGER)
-        self._answer: Step | None = None  # the captured step's output, at the graph's addresses
+        apart = part if near and Graph.possible(device) else EAGER
+        self._record = Graph(self._record_body, device, [], recording, apart, "recording")
+        whole = execution if whole_step else EAGER
+        self._step = Graph(self._step_body, device, drawn, stepping, whole, "a step of the collector")
+        self.bodies = (self._step, self._act, self._record)
+        self._answer: Step | None = None  # of the prepared step
 
     def prepare(self) -> None:
         """Capture graphs if enabled. Call it before the first reset, while the stores are empty."""
         self._step.prepare()
         self._answer = self.last
         self._act.prepare()
-        if self._record.capture:
+        if self._record.wanted:
             zero = torch.zeros(self.state.actor.action.shape[0], device=self.state.device)
             obs, flag = self.state.obs, zero.bool()
             step = Step(obs, zero, flag, flag, flag, obs, flag, flag, dict.fromkeys(self.state.env.spec.log, zero))
@@ -82,20 +85,21 @@ class EnvSlice:
     # -- one step ---------------------------------------------------------------------------------------------------
 
     @property
-    def captured(self) -> bool:
-        """Return True if :meth:`step` is one graph."""
-        return self._step.graph is not None
+    def whole(self) -> bool:
+        """Return True if :meth:`step` is one body."""
+        return self._step.fixed
 
     @property
     def compiled(self) -> bool:
         """Return True if any part of a step is compiled."""
-        return any(body.program is not None for body in (self._act, self._record, self._step))
+        return any(body.program is not None for body in self.bodies)
 
     def step(self) -> None:
-        """Choose actions with the policy, step the simulator, and record the row, in one graph."""
+        """Choose actions with the policy, step the simulator, and record the row, in one body."""
         self._step()
         watchdog.stepped()
-        self.last = self._answer
+        assert self._answer is not None
+        self.last = self._answer.map(self._step.current)
         self.state.recorder.sent(self.state.actor.action)
 
     def act(self, randomly: bool = False) -> None:
@@ -130,9 +134,9 @@ class EnvSlice:
         if self.state.default_stream:
             for tensor in named_step(step).values():
                 tensor.record_stream(torch.cuda.current_stream(self.state.device))
-        if self._record.graph is None:
+        if not self._record.fixed:
             self.last = step
-        else:  # the captured recording reads at its own addresses
+        else:
             source = named_step(step)
             for name, target in named_step(self.last).items():
                 target.copy_(source[name], non_blocking=True)

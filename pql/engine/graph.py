@@ -131,6 +131,21 @@ class Graph:
         self.compile: Choice = execution.compile if here_too else "off"
         self.program: Program | None = None
         self.graph: Captured | None = None
+        self.preparing = False
+
+    @property
+    def wanted(self) -> bool:
+        """Return True if the body is to be compiled or captured."""
+        return self.capture or self.compile != "off"
+
+    @property
+    def fixed(self) -> bool:
+        """Return True if calls do not run the body: they read and write the tensors that it used first."""
+        return self.graph is not None or self.program is not None
+
+    def current(self, made: Tensor) -> Tensor:
+        """Return what the last call has in place of a tensor (any shape) that the body made when it ran last."""
+        return made if self.program is None else self.program.current(made)
 
     # Only the four methods below call CUDA; a CPU stand-in (``tape.py``) replaces them.
     @staticmethod
@@ -170,8 +185,9 @@ class Graph:
 
         Called before the loop, with the device idle.
         """
-        if self.graph is not None or not (self.capture or self.compile != "off"):
+        if self.fixed or not self.wanted:
             return
+        self.preparing = True
         with self.place():
             saved = clone_state(self.owner.state_dict())
 
@@ -183,7 +199,7 @@ class Graph:
             graph = self.take() if self.capture else None
             restore()
             self.finish()
-        self.graph = graph
+        self.graph, self.preparing = graph, False
 
     def _compile(self, restore: Callable[[], None]) -> None:
         """Replace the body by its compiled form, or say why it stays as it is."""

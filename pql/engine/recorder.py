@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Generator, Tensor
@@ -126,6 +126,10 @@ class Recorder(Tape):
             self._made.append(weakref.ref(leaf))
             self.layouts.append(layout_of(leaf))
         return self._known[leaf] if isinstance(leaf, Tensor) else leaf
+
+    def reference(self, tensor: Tensor) -> Made | Outside | None:
+        """Return the reference to a tensor (any shape); None: it is not in the recording."""
+        return cast("Made | Outside | None", self._known.get(tensor))
 
     def end_segment(self) -> None:
         """End a segment: what follows is compiled apart."""

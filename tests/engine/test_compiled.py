@@ -31,7 +31,7 @@ BOUNDS = {"batch norm": 5e-3}
 @pytest.fixture
 def plain(monkeypatch):
     """Run regions as graphs of their operations, without Inductor."""
-    monkeypatch.setattr(compiled, "inductor", lambda module, example: lambda given: module(*given))
+    monkeypatch.setattr(compiled, "inductor", lambda module, example, text: lambda given: module(*given))
 
 
 def jobs(config, amp=False):
@@ -245,7 +245,9 @@ def graph_of(owner, choice="on"):
 
 
 def test_a_wrong_result_is_not_used(monkeypatch):
-    monkeypatch.setattr(compiled, "inductor", lambda module, example: lambda given: module(*[t + 1 for t in given]))
+    monkeypatch.setattr(
+        compiled, "inductor", lambda module, example, text: lambda given: module(*[t + 1 for t in given])
+    )
     monkeypatch.setattr(Graph, "place", lambda self: torch.no_grad())
     monkeypatch.setattr(Graph, "finish", lambda self: None)
     owner = Owner(x=torch.full((3,), 4.0))
@@ -262,7 +264,7 @@ def test_a_wrong_result_is_not_used(monkeypatch):
 
 @pytest.mark.parametrize("fails", ["inductor", "compiler"])
 def test_a_missing_compiler_or_an_exception_leaves_the_eager_body(monkeypatch, fails):
-    def broken(module, example):
+    def broken(module, example, text):
         raise RuntimeError("no kernel\nand a long trace")
 
     monkeypatch.setattr(compiled, "inductor", broken)
@@ -293,6 +295,34 @@ def test_auto_compiles_on_cuda_alone():
     owner = Owner(x=torch.zeros(1))
     for device, choice in ((CPU, "off"), (torch.device("cuda", 0), "auto")):
         assert Graph(lambda: None, device, [], owner, Execution("off", "auto")).compile == choice
+
+
+CACHED = """
+import sys
+import torch
+from pql.engine.compiled import compile_body
+from torch._dynamo.utils import counters
+
+threads, offset, factor = map(int, sys.argv[1:])
+torch.set_num_threads(threads)
+x, y = torch.ones(32)[offset:offset + 12].view(3, 4), torch.ones(4, 4)
+compile_body(lambda: x.add_(factor * (x @ y)), []).replay()
+print(x.unique().item(), *(counters["aot_autograd"][f"autograd_cache_{k}"] for k in ("hit", "miss", "bypass")))
+"""
+
+
+def test_what_is_compiled_is_loaded_by_the_next_process(tmp_path):
+    """Unless threads, the alignment of memory or an operation differ."""
+
+    def process(*case):
+        command = [sys.executable, "-c", CACHED, *map(str, case)]
+        env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+        return subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout
+
+    assert process(1, 0, 1) == "5.0 0 1 0\n"
+    assert process(1, 0, 1) == "5.0 1 0 0\n"
+    for other, result in (((2, 0, 1), 5.0), ((1, 1, 1), 5.0), ((1, 0, 2), 9.0)):
+        assert process(*other) == f"{result} 0 1 0\n"
 
 
 # -- runs -------------------------------------------------------------------------------------------------------------
