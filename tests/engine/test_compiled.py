@@ -22,6 +22,7 @@ from pql.engine.forms import adamw_, product, sum_and_product
 from pql.engine.graph import Execution, Graph, clone_state, recording
 from pql.engine.recorder import NotCompiledError
 from pql.errors import ConfigError, PqlWarning
+from pql.run.build import build
 from pql.run.store import checkpoint
 
 CPU = torch.device("cpu")
@@ -359,6 +360,33 @@ def test_another_process_and_a_resumed_run_give_the_same_bits(tmp_path, algo):
 def test_a_run_says_what_is_compiled(plain, tmp_path, capsys):
     assert main(["train", *run_files.words(tmp_path, "placement.compile=on")]) == 0
     assert "compiled: collector, v, p\n" in "".join(capsys.readouterr())
+
+
+LEARNS = "the updates of worker {}"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "bodies"),
+    [
+        ("pql", {}, ["acting", LEARNS.format("v"), LEARNS.format("p")]),
+        ("ppo", {}, ["acting", LEARNS.format("learner")]),
+        ("ppo", {"schedule": "replicas", "replicas": 2}, ["acting", "acting"]),  # updates take locks
+    ],
+)
+def test_a_run_says_which_of_its_bodies_it_compiles(monkeypatch, name, changes, bodies):
+    config = RUNS[name]
+    place = replace(config.placement, compile="on")
+    parts = build(replace(config, graphs="off", algo=replace(config.algo, **changes), placement=place))
+    seen = []
+
+    def inductor(module, example, text):
+        seen.append(parts.preparation())
+        return lambda given: module(*given)
+
+    monkeypatch.setattr(compiled, "inductor", inductor)
+    parts.prepare()
+    assert [*dict.fromkeys(seen)] == [f"{body} ({i} of {len(bodies)})" for i, body in enumerate(bodies, 1)]
+    assert parts.preparation() == ""
 
 
 @pytest.mark.slow
