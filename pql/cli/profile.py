@@ -185,7 +185,7 @@ def hints(parts: "Parts", found: Measured) -> Iterator[str]:
         yield "the device waits for the host: graphs=auto captures updates and steps"
     if found.on_gpu and many and not {*many} <= {*parts.compiled()}:
         yield f"many small kernels ({', '.join(many)}): placement.compile=auto compiles them"
-    if found.on_gpu and slowest == "collector" and not one.captured:
+    if found.on_gpu and slowest == "collector" and not one.whole:
         yield "the simulator's step is no part of a graph: the host launches it (docs/guides/performance.md#graphs)"
 
 

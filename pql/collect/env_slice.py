@@ -59,8 +59,8 @@ class EnvSlice:
         self._near = near = all(store.device == here for store in stores)
         alone = near and self.ids is None and not state.default_stream and Graph.possible(device)
         self._execution = execution
-        self._make_bodies(execution.capture != "off" and alone and capturable(env))
-        self._answer: Step | None = None  # the captured step's output, at the graph's addresses
+        self._make_bodies(execution != EAGER and alone and capturable(env))
+        self._answer: Step | None = None  # of the prepared step
 
     def _make_bodies(self, whole_step: bool) -> None:
         """Make the parts of a step: one body if the simulator's step can be captured between acting and recording."""
@@ -75,14 +75,17 @@ class EnvSlice:
         recording = _Changed(statistics, positions)
         stepping = _Changed({"act": acting, "record": recording, "env": cast(Any, env)}, state.obs)
         self._act = make_graph(self._act_body, device, [state.gen], acting, part, "acting")
-        self._record = Graph(self._record_body, device, [], recording, part if self._near else EAGER)
-        self._step = Graph(self._step_body, device, drawn, stepping, execution if whole_step else EAGER, "a step")
+        apart = part if self._near and Graph.possible(device) else EAGER
+        self._record = Graph(self._record_body, device, [], recording, apart, "recording")
+        whole = execution if whole_step else EAGER
+        self._step = Graph(self._step_body, device, drawn, stepping, whole, "a step of the collector")
+        self.bodies = (self._step, self._act, self._record)
 
     def prepare(self) -> None:
         """Capture graphs if enabled. Call it before the first reset, while the stores are empty."""
         self._prepare_step()
         self._act.prepare()
-        if self._record.capture:
+        if self._record.wanted:
             zero = torch.zeros(self.state.actor.action.shape[0], device=self.state.device)
             obs, flag = self.state.obs, zero.bool()
             step = Step(obs, zero, flag, flag, flag, obs, flag, flag, dict.fromkeys(self.state.env.spec.log, zero))
@@ -93,10 +96,10 @@ class EnvSlice:
         """Capture a whole step, if enabled; if that fails or gives other results, the simulator steps between two."""
         try:
             self._step.prepare()
-            if not self.captured:
+            if not self.whole:
                 return
             assert self.last is not None
-            self._answer = self.last.map(self._step.latest)
+            self._answer = self.last.map(self._step.current)
             why = self._difference(self._answer)
         except ConfigError:
             raise
@@ -129,20 +132,21 @@ class EnvSlice:
     # -- one step ---------------------------------------------------------------------------------------------------
 
     @property
-    def captured(self) -> bool:
-        """Return True if :meth:`step` is one graph."""
-        return self._step.graph is not None
+    def whole(self) -> bool:
+        """Return True if :meth:`step` is one body."""
+        return self._step.fixed
 
     @property
     def compiled(self) -> bool:
         """Return True if any part of a step is compiled."""
-        return any(body.program is not None for body in (self._act, self._record, self._step))
+        return any(body.program is not None for body in self.bodies)
 
     def step(self) -> None:
-        """Choose actions with the policy, step the simulator, and record the row, in one graph."""
+        """Choose actions with the policy, step the simulator, and record the row, in one body."""
         self._step()
         watchdog.stepped()
-        self.last = self._answer
+        assert self._answer is not None
+        self.last = self._answer.map(self._step.current)
         self.state.recorder.sent(self.state.actor.action)
 
     def act(self, randomly: bool = False) -> None:
@@ -177,9 +181,9 @@ class EnvSlice:
         if self.state.default_stream:
             for tensor in named_step(step).values():
                 tensor.record_stream(torch.cuda.current_stream(self.state.device))
-        if self._record.graph is None:
+        if not self._record.fixed:
             self.last = step
-        else:  # the captured recording reads at its own addresses
+        else:
             source = named_step(step)
             for name, target in named_step(self.last).items():
                 target.copy_(source[name], non_blocking=True)

@@ -63,7 +63,7 @@ class EvenStepper:
         """
         with self.state.simulator():
             self.state.recorder.open(self.state.obs)
-        if randomly or not self.slices[0].captured:
+        if randomly or not self.slices[0].whole:
             return self._alternate(steps, randomly, going)
         for _ in range(steps):
             self.slices[0].step()

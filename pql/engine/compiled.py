@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Generator, Tensor
 
-from pql.engine.forms import ALIGNED, FORMS, cast_views
+from pql.engine.forms import ALIGNED, FORMS, cacheable, cast_views
 from pql.engine.recorder import (
     Call,
     Made,
@@ -72,7 +72,7 @@ class Region:
         self.fixed = [self._base(group) for group in self.groups]
         self.first = key not in shared
         if self.first:
-            shared[key] = inductor(self._module(), [*self.fixed, *map(self._example, self.single)])
+            shared[key] = inductor(self._module(), [*self.fixed, *map(self._example, self.single)], key)
         self.function = shared[key]
 
     def __call__(self, values: dict[Made, Tensor]) -> None:
@@ -242,15 +242,30 @@ SETTINGS = {
 """Inductor's settings. Versions of PyTorch that lack the last one do not combine kernels."""
 
 
-def inductor(module: torch.fx.GraphModule, example: list[Tensor]) -> Callable[[list[Tensor]], Sequence[Tensor]]:
-    """Compile a graph. Returns a function of a list of tensors like those of ``example``."""
+def inductor(
+    module: torch.fx.GraphModule, example: list[Tensor], text: str
+) -> Callable[[list[Tensor]], Sequence[Tensor]]:
+    """Compile a graph, or load it from Inductor's cache. Returns a function of a list of tensors like ``example``'s.
+
+    Args:
+        text: operations and layouts of tensors: part of the key in the cache.
+    """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     combines = hasattr(config, "combo_kernels_pointwise_only")
-    settings = {k: v for k, v in SETTINGS.items() if combines or not k.startswith("combo")}
-    with torch.no_grad():
-        function = cast(Any, compile_fx(module, example, config_patches=settings))
+    settings: dict[str, Any] = {k: v for k, v in SETTINGS.items() if combines or not k.startswith("combo")}
+    settings["unsafe_marked_cacheable_functions"] = cacheable()
+    # Inductor's own key lacks alignment and, in some versions, threads and the CPU's vectors.
+    tag = f"{torch.get_num_threads()} {torch.backends.cpu.get_cpu_capability()}\n{text}"
+    mode = FakeTensorMode(shape_env=ShapeEnv())  # without one it caches nothing
+    given = [mode.from_tensor(tensor, static_shapes=True) for tensor in example]
+    tracing = torch._guards.tracing(torch._guards.TracingContext(mode))
+    tagged = cast(Any, torch.compiler.config).patch(cache_key_tag=tag)
+    with torch.no_grad(), tracing, tagged:
+        function = cast(Any, compile_fx(module, given, config_patches=settings))
     return lambda given: function(*given)
 
 
@@ -265,7 +280,7 @@ class Program:
         self.recorder = recorder
         self.steps: list[Callable[[dict[Made, Tensor]], None]] = []
         self.outlived = recorder.segments[-1][1] if recorder.segments else set()
-        self._kept: dict[Made, Tensor] = {}
+        self._kept: dict[Any, Tensor] = {}
         self.shared: dict[str, Any] = {}
         for calls, used in recorder.segments:
             self._add(*drawn_first(calls, recorder), used)
@@ -294,9 +309,9 @@ class Program:
             step(values)
         self._kept = {made: values[made] for made in self.outlived if made in values}
 
-    def latest(self, tensor: Tensor) -> Tensor:
-        """Return what the latest replay made in place of a tensor, of any shape, that outlived the recording."""
-        return self._kept.get(self.recorder.reference(tensor), tensor)
+    def current(self, recorded: Tensor) -> Tensor:
+        """Return what the last replay has in place of a tensor (any shape) that is in use since the recording."""
+        return self._kept.get(self.recorder.reference(recorded), recorded)
 
     @torch.no_grad()
     def difference(self) -> str | None:

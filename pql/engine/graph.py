@@ -140,6 +140,21 @@ class Graph:
         self.priority = priority(execution.worker)
         self.program: Program | None = None
         self.graph: Captured | None = None
+        self.preparing = False
+
+    @property
+    def wanted(self) -> bool:
+        """Return True if the body is to be compiled or captured."""
+        return self.capture or self.compile != "off"
+
+    @property
+    def fixed(self) -> bool:
+        """Return True if calls do not run the body: they read and write the tensors that it used first."""
+        return self.graph is not None or self.program is not None
+
+    def current(self, made: Tensor) -> Tensor:
+        """Return what the last call has in place of a tensor (any shape) that the body made when it ran last."""
+        return made if self.program is None else self.program.current(made)
 
     # Only the four methods below call CUDA; a CPU stand-in (``tape.py``) replaces them.
     @staticmethod
@@ -179,12 +194,14 @@ class Graph:
 
         Called before the loop, with the device idle.
         """
-        if self.graph is not None or not (self.capture or self.compile != "off"):
+        if self.fixed or not self.wanted:
             return
+        self.preparing = True
         with self.place(), self.unchanged() as restore:
             if self.compile != "off":
                 self._compile(restore)
             self.graph = self.take() if self.capture else None
+        self.preparing = False
 
     @contextmanager
     def unchanged(self) -> Iterator[Callable[[], None]]:
@@ -199,10 +216,6 @@ class Graph:
         finally:
             restore()
             self.finish()
-
-    def latest(self, tensor: Tensor) -> Tensor:
-        """Return what a replay makes in place of a tensor, of any shape, that the body made while it was recorded."""
-        return tensor if self.program is None else self.program.latest(tensor)
 
     def _compile(self, restore: Callable[[], None]) -> None:
         """Replace the body by its compiled form, or say why it stays as it is."""

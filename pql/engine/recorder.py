@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Generator, Tensor
@@ -98,7 +98,7 @@ class Recorder(Tape):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = tree_map(self.reference, (args, kwargs))
+        given = tree_map(self._reference, (args, kwargs))
         self.check(func, args, kwargs)
         out = func(*args, **kwargs)
         sources = tensors_of((args, kwargs))
@@ -106,8 +106,7 @@ class Recorder(Tape):
         self._calls.append(Call(func, given[0], given[1], made))
         return out
 
-    def reference(self, leaf: Any) -> Any:
-        """Return the reference of a tensor, which is one from outside if no operation created it; else ``leaf``."""
+    def _reference(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         if leaf not in self._known:
@@ -127,6 +126,10 @@ class Recorder(Tape):
             self._made.append(weakref.ref(leaf))
             self.layouts.append(layout_of(leaf))
         return self._known[leaf] if isinstance(leaf, Tensor) else leaf
+
+    def reference(self, tensor: Tensor) -> Made | Outside | None:
+        """Return the reference to a tensor (any shape); None: it is not in the recording."""
+        return cast("Made | Outside | None", self._known.get(tensor))
 
     def end_segment(self) -> None:
         """End a segment: what follows is compiled apart."""

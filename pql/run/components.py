@@ -21,6 +21,7 @@ from pql.data.normalize import Moments
 from pql.engine.collectives import ALONE, Group
 from pql.engine.deadlines import start_limit, step_limit
 from pql.engine.flat import Flat
+from pql.engine.graph import Graph
 from pql.engine.placement import Machine
 from pql.engine.schedule import Counts, Schedule
 from pql.engine.watchdog import touch, watching
@@ -66,6 +67,10 @@ class Parts:
                 with intra_op(self.workers[name].threads):
                     job.graph.prepare()
 
+    def bodies(self) -> list[Graph]:
+        """Return what :meth:`prepare` compiles and captures, in its order."""
+        return [*(body for one in self.collector.slices for body in one.bodies), *(j.graph for j in self.jobs.values())]
+
     def compiled(self) -> list[str]:
         """Return the workers whose bodies are compiled."""
         acting = any(part.compiled for part in self.collector.slices)
@@ -74,7 +79,10 @@ class Parts:
 
     def preparation(self) -> str:
         """Return what :meth:`prepare` is doing, in words. Other threads may call it."""
-        return preparation(self.env)
+        wanted = [body for body in self.bodies() if body.wanted]
+        return preparation(self.env) or next(
+            (f"{one.name} ({i} of {len(wanted)})" for i, one in enumerate(wanted, 1) if one.preparing), ""
+        )
 
     def start(self, resumed_at: int = 0) -> None:
         """Reset the simulator. ``resumed_at``: env steps of a resumed run. They change the seed of a simulator that

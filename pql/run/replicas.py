@@ -29,10 +29,12 @@ from torch import Tensor
 from pql.algos.registry import own_seed
 from pql.config import Config, PpoConfig
 from pql.config.families import own
+from pql.contract.env import preparation
 from pql.data.normalize import merge_moments, share_largest_return
 from pql.engine.central import Central, CentralOptimizer, ReplicaStopped, ReplicaTurns
 from pql.engine.collectives import ALONE, Group
 from pql.engine.executors import Inline, Job, Threads
+from pql.engine.graph import Graph
 from pql.engine.placement import replica_devices
 from pql.run.components import Parts, check_replicas, drain_all
 
@@ -194,7 +196,10 @@ class ReplicatedRun(Parts):
             one.prepare()
 
     def preparation(self) -> str:
-        return next((text for one in self.replicas if (text := one.preparation())), "")
+        return next((text for one in self.replicas if (text := preparation(one.env))), "") or super().preparation()
+
+    def bodies(self) -> list[Graph]:
+        return [body for one in self.replicas for body in one.bodies()]
 
     def start(self, resumed_at: int = 0) -> None:
         """Reset the simulators, each with its own seed."""

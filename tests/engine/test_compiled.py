@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from dataclasses import fields, replace
 
 import pytest
@@ -21,6 +22,7 @@ from pql.engine.forms import adamw_, product, sum_and_product
 from pql.engine.graph import Execution, Graph, clone_state, recording
 from pql.engine.recorder import NotCompiledError
 from pql.errors import ConfigError, PqlWarning
+from pql.run.build import build
 from pql.run.store import checkpoint
 
 CPU = torch.device("cpu")
@@ -31,7 +33,7 @@ BOUNDS = {"batch norm": 5e-3}
 @pytest.fixture
 def plain(monkeypatch):
     """Run regions as graphs of their operations, without Inductor."""
-    monkeypatch.setattr(compiled, "inductor", lambda module, example: lambda given: module(*given))
+    monkeypatch.setattr(compiled, "inductor", lambda module, example, text: lambda given: module(*given))
 
 
 def jobs(config, amp=False):
@@ -172,8 +174,8 @@ def test_results_that_outlive_a_body_are_those_of_its_latest_replay(plain):
     program = compile_body(body, [])
     given.fill_(5.0)
     program.replay()
-    assert program.latest(out["sum"]) == 30.0
-    assert program.latest(out["fixed"]) is fixed
+    assert program.current(out["sum"]) == 30.0
+    assert program.current(out["fixed"]) is fixed
     assert out["sum"] == 6.0
 
 
@@ -260,7 +262,9 @@ def graph_of(owner, choice="on"):
 
 
 def test_a_wrong_result_is_not_used(monkeypatch):
-    monkeypatch.setattr(compiled, "inductor", lambda module, example: lambda given: module(*[t + 1 for t in given]))
+    monkeypatch.setattr(
+        compiled, "inductor", lambda module, example, text: lambda given: module(*[t + 1 for t in given])
+    )
     monkeypatch.setattr(Graph, "place", lambda self: torch.no_grad())
     monkeypatch.setattr(Graph, "finish", lambda self: None)
     owner = Owner(x=torch.full((3,), 4.0))
@@ -277,7 +281,7 @@ def test_a_wrong_result_is_not_used(monkeypatch):
 
 @pytest.mark.parametrize("fails", ["inductor", "compiler"])
 def test_a_missing_compiler_or_an_exception_leaves_the_eager_body(monkeypatch, fails):
-    def broken(module, example):
+    def broken(module, example, text):
         raise RuntimeError("no kernel\nand a long trace")
 
     monkeypatch.setattr(compiled, "inductor", broken)
@@ -310,6 +314,39 @@ def test_auto_compiles_on_cuda_alone():
         assert Graph(lambda: None, device, [], owner, Execution("off", "auto")).compile == choice
 
 
+CACHED = """
+import sys
+import torch
+from pql.engine.compiled import compile_body
+from torch._dynamo.utils import counters
+
+threads, offset, most = map(int, sys.argv[1:])
+torch.set_num_threads(threads)
+x, y = torch.ones(32)[offset:offset + 12].view(3, 4), torch.ones(4, 4)
+compile_body(lambda: x.add_(x @ y).clamp_(max=most), []).replay()
+print(x.unique().item(), *(counters["aot_autograd"][f"autograd_cache_{k}"] for k in ("hit", "miss", "bypass")))
+"""
+
+
+OTHERS = ((2, 0, 0), (1, 1, 0), (1, 0, 10**9))
+
+
+@pytest.mark.parametrize(
+    ("threads", "offset", "more", "counts"),
+    [(1, 0, 0, "1 0 0"), *(pytest.param(*case, "0 1 0", marks=pytest.mark.slow) for case in OTHERS)],
+)
+def test_what_is_compiled_is_loaded_by_the_next_process(threads, offset, more, counts):
+    """Unless threads, the alignment of memory or an operation differ."""
+    new = time.time_ns()  # not in the cache yet
+
+    def process(*case):
+        command = [sys.executable, "-c", CACHED, *map(str, case)]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    assert process(1, 0, new) == "25.0 0 1 0\n"
+    assert process(threads, offset, new + more) == f"25.0 {counts}\n"
+
+
 # -- runs -------------------------------------------------------------------------------------------------------------
 
 
@@ -338,6 +375,33 @@ def test_another_process_and_a_resumed_run_give_the_same_bits(tmp_path, algo):
 def test_a_run_says_what_is_compiled(plain, tmp_path, capsys):
     assert main(["train", *run_files.words(tmp_path, "placement.compile=on")]) == 0
     assert "compiled: collector, v, p\n" in "".join(capsys.readouterr())
+
+
+LEARNS = "the updates of worker {}"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "bodies"),
+    [
+        ("pql", {}, ["acting", LEARNS.format("v"), LEARNS.format("p")]),
+        ("ppo", {}, ["acting", LEARNS.format("learner")]),
+        ("ppo", {"schedule": "replicas", "replicas": 2}, ["acting", "acting"]),  # updates take locks
+    ],
+)
+def test_a_run_says_which_of_its_bodies_it_compiles(monkeypatch, name, changes, bodies):
+    config = RUNS[name]
+    place = replace(config.placement, compile="on")
+    parts = build(replace(config, graphs="off", algo=replace(config.algo, **changes), placement=place))
+    seen = []
+
+    def inductor(module, example, text):
+        seen.append(parts.preparation())
+        return lambda given: module(*given)
+
+    monkeypatch.setattr(compiled, "inductor", inductor)
+    parts.prepare()
+    assert [*dict.fromkeys(seen)] == [f"{body} ({i} of {len(bodies)})" for i, body in enumerate(bodies, 1)]
+    assert parts.preparation() == ""
 
 
 @pytest.mark.slow

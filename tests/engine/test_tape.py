@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from conftest import small_config, start
+from conftest import flatten, small_config, start
 from stand_in import NoWaiting
 from torch import Generator
 
+from pql.engine import compiled
 from pql.engine.tape import Count, Tape
 from pql.envs.classic import Pendulum
 from pql.errors import PqlWarning, RunError
@@ -72,13 +73,16 @@ SMALL = {"graphs": "auto", "task": {"kwargs": {"max_episode_steps": 9, "stagger"
 
 
 @pytest.mark.parametrize("machine", ["stand-in"], indirect=True)
-def test_a_declared_step_is_in_the_collectors_graph(machine):
-    config = small_config(**SMALL)
+@pytest.mark.parametrize(("graphs", "compiles"), [("auto", "off"), ("auto", "on"), ("off", "on")])
+def test_a_declared_step_is_in_the_collectors_graph(machine, monkeypatch, graphs, compiles):
+    monkeypatch.setattr(compiled, "inductor", lambda module, example, text: lambda given: module(*given))
+    config = small_config(**SMALL | {"graphs": graphs, "placement": {"compile": compiles}})
     env = Counted(config.num_envs, max_episode_steps=9, stagger=True)
     parts = build(config, env)
     parts.prepare()
     (one,) = parts.collector.slices
-    assert one.captured
+    assert one.whole
+    assert (one._step.graph is None, one._step.program is None) == (graphs == "off", compiles == "off")
     assert (one._act.graph, one._record.graph) == (None, None)
     parts.start()
     parts.warm_up(config.algo.warmup_steps)
@@ -103,8 +107,27 @@ def test_other_steps_stay_outside(machine, why):
     parts = build(config, env)
     parts.prepare()
     (one,) = parts.collector.slices
-    assert not one.captured
+    assert not one.whole
     assert (one._act.graph is not None) == (one._record.graph is not None) == (why == "undeclared")
+
+
+@pytest.mark.parametrize("machine", ["stand-in"], indirect=True)
+def test_acting_and_recording_are_compiled_without_graphs(machine, monkeypatch):
+    """Up to rounding: biases are added after products."""
+    monkeypatch.setattr(compiled, "inductor", lambda module, example, text: lambda given: module(*given))
+    after = []
+    for compiles in ("on", "off"):
+        config = small_config(**SMALL | {"graphs": "off", "placement": {"compile": compiles}})
+        env = Counted(config.num_envs, max_episode_steps=9, stagger=True)
+        env.capturable = False
+        parts = build(config, env)
+        parts.prepare()
+        (one,) = parts.collector.slices
+        assert [body.fixed for body in one.bodies] == [False, compiles == "on", compiles == "on"]
+        parts.start()
+        parts.collector.run(12)
+        after.append(parts.collector.state_dict())
+    torch.testing.assert_close(*map(flatten, after), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("machine", ["stand-in"], indirect=True)
@@ -123,7 +146,7 @@ def test_a_subclass_with_a_step_of_its_own_stays_outside(machine):
     with pytest.warns(PqlWarning, match=r"Counts overrides step of a capturable environment: .* capturable = True"):
         parts = build(config, env)
     parts.prepare()
-    assert not parts.collector.slices[0].captured
+    assert not parts.collector.slices[0].whole
     parts.start()
     parts.warm_up(config.algo.warmup_steps)
     parts.begin()

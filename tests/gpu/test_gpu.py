@@ -185,7 +185,7 @@ def test_a_step_of_mujoco_on_warp_is_one_graph(how, monkeypatch):
     config = gpu_config(task={"name": "halfcheetah", "kwargs": kwargs}, placement={"compile": compile})
     parts = build(config)
     parts.prepare()
-    assert parts.collector.slices[0].captured
+    assert parts.collector.slices[0].whole
     assert parts.collector.slices[0].compiled == (compile == "on")
     captured, eager = (run(replace(config, graphs=g), ticks=2 * TICKS) for g in ("on", "off"))
     assert captured["collector/env/steps"].max() < 5
@@ -225,7 +225,7 @@ def test_a_step_that_cannot_be_captured_runs_between_two_graphs(kind, why, machi
     with pytest.warns(PqlWarning, match=f"the simulator's step is not captured, .*{why}"):
         parts.prepare()
     one = parts.collector.slices[0]
-    assert not one.captured
+    assert not one.whole
     assert one._act.graph is not None
     assert one._record.graph is not None
     parts = build(replace(config, graphs="on"), kind(config.num_envs, torch.device(DEVICE)))

@@ -16,6 +16,7 @@ from pql.run.build import _check
 from pql.run.environment import describe_env
 from tools.gpu import cases as gpu_cases
 from tools.gpu import check as gpu_check
+from tools.gpu import kernels
 
 ROOT = Path(__file__).parents[2]
 PARTS = ("env", "tests", "pql", "update", "envs")
@@ -221,3 +222,45 @@ def test_pytest_is_asked_for_marked_tests_by_several_processes_where_it_can(monk
     assert {"test_gpu.py", "test_gpu_dqn.py", "test_gpu_atari.py", "test_mujoco_warp.py"} <= {
         f.name for f in gpu_cases.test_files()
     }
+
+
+CODE = """
+import torch
+triton_poi_fused_0 = async_compile.triton('triton_poi_fused_0', "triton_poi_fused_0.run()")
+def call(self, args):
+    triton_poi_fused_0.run(arg0, buf0, 8, stream=stream0)
+    extern_kernels.mm(buf0, arg1, out=buf1)
+    triton_per_fused_add_1.run(buf1, 8, stream=stream0)
+    extern_kernels.bmm(buf1, arg1, out=buf2)
+    del buf1
+"""
+
+
+def test_kernels_are_counted_where_they_are_launched():
+    assert kernels.counts(CODE) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("now", "status", "said"),
+    [
+        ({kernels.LEARNER: (79, 22), kernels.STEP: (33, 4)}, 0, "79 kernels, of these 22 products; at most 79, 24\n"),
+        ({kernels.LEARNER: (80, 22), kernels.STEP: (33, 4)}, 1, "at most 79, 24: TOO MANY\n"),
+        ({kernels.LEARNER: (72, 25), kernels.STEP: (33, 4)}, 1, "at most 79, 24: TOO MANY\n"),
+        ({"another": (1, 0)}, 1, "ppo, another: 1 kernels, of these 0 products; at most 0, 0: TOO MANY\n"),
+    ],
+)
+def test_more_kernels_than_the_bounds_are_an_error(monkeypatch, capsys, now, status, said):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(kernels, "stand_in", lambda: None)
+    monkeypatch.setattr(kernels, "count", lambda settings: ((name, *each) for name, each in now.items()))
+    for name in ("possible", "place", "finish"):
+        monkeypatch.setattr(kernels.Graph, name, kernels.Graph.__dict__[name])  # what main replaces is put back
+    assert kernels.main(["--case", "ppo"]) == status
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="a CUDA build of torch")
+def test_a_cpu_build_of_torch_is_refused_in_one_line(capsys):
+    assert kernels.main([]) == 2
+    line = f"kernels.py: torch {torch.__version__} cannot generate code for CUDA: install a CUDA build of torch\n"
+    assert capsys.readouterr().out == line

@@ -175,6 +175,24 @@ def test_nothing_is_silent_for_ten_seconds(phase, every):
         assert text()[0] == "  warm-up: 9 of 200 steps, 9 s"
 
 
+def test_a_phase_that_stays_where_it_is_says_so_once_a_minute():
+    """So each body that is compiled for long has a line, and one of seconds has none."""
+    clock = Clock()
+    face, progress, text = lines({}, clock)
+    progress.phase, progress.since = "compiling", 0.0
+    ends = {"acting (1 of 3)": 40, "the updates of worker v (2 of 3)": 43, "the updates of worker p (3 of 3)": 125}
+    progress.detail = lambda: next(body for body, end in ends.items() if clock.now < end)
+    for second in range(1, 120):
+        clock.now = float(second)
+        face.beat()
+    assert text() == [
+        "  compiling: acting (1 of 3), 9 s",
+        "  compiling: the updates of worker v (2 of 3), 40 s",
+        "  compiling: the updates of worker p (3 of 3), 49 s",
+        "  compiling: the updates of worker p (3 of 3), 109 s",
+    ]
+
+
 def test_what_is_said_is_not_taken_for_markup():
     out = io.StringIO()
     console = Console("", {}, console=RichConsole(file=out))

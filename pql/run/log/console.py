@@ -1,4 +1,4 @@
-"""Console output of a run: the plan first, then progress at least every ten seconds.
+"""Console output of a run: the plan first, then progress at least every ten seconds where there is any.
 
 This file does not import torch, so that output appears before the library is loaded.
 """

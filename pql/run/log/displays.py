@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 Row = dict[str, float]
 EVERY = 8.0  # seconds between two plain lines
+SAME = 60.0  # seconds until a plain line says again that a phase is where it was
 REPEAT_HEADER = 20  # lines
 
 
@@ -105,7 +106,7 @@ class Lines:
 
     def __init__(self, progress: RunProgress, console: Any):
         self.progress, self.console = progress, console
-        self.rows, self.last = 0, progress.clock()
+        self.rows, self.last, self.said = 0, progress.clock(), ""
         self.lock = threading.Lock()
 
     def say(self, text: str) -> None:
@@ -119,9 +120,13 @@ class Lines:
 
     def beat(self) -> None:
         with self.lock:
-            if self.progress.clock() - self.last < EVERY + 1:  # one second for a row of metrics to arrive first
+            detail = self.progress.detail()
+            same = detail and detail == self.said
+            # A second more, for a row of metrics to arrive first.
+            if self.progress.clock() - self.last < (SAME if same else EVERY + 1):
                 return
             if self.progress.phase is not None:
+                self.said = detail
                 self._print(f"  {self.progress.doing()}")
             elif self.progress.latest:
                 self._table_row()
