@@ -2,20 +2,15 @@
 
 import json
 import os
-import random
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from fault_rows import SIGNALS
-from run_files import manifest, points, rows, run, words
-from sampling import sample
+from run_files import manifest, points, run, words
 
 import pql
 from pql.__main__ import main as program
@@ -27,9 +22,8 @@ from pql.contract.env import preparation
 from pql.contract.registry import register
 from pql.engine.interrupt import Interrupt
 from pql.envs.toy import Counter
-from pql.errors import ConfigError, PqlWarning
+from pql.errors import ConfigError
 from pql.remote.actor.sims import make_sim
-from pql.run.store import checkpoint
 
 
 @pytest.fixture
@@ -72,30 +66,18 @@ def mistake(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
         (["list", "robots"], "argument what: invalid choice: 'robots'"),
         (["doctor", "--num-envs", "x"], "argument --num-envs: invalid int value: 'x'"),
         (["doctor", "seed=1"], "pql: command=seed=1: expected --env NAME with keywords for an environment"),
-        (["doctor", "--env", "pendulun"], "task=pendulun: expected one of "),
         (["doctor", "--env", "pendulum", "max_steps=3"], "max_steps=3: expected one of the keywords "),
         (["doctor", "--env", "pendulum", "num_envs=4"], "num_envs=4: expected --num-envs 4"),
         (["doctor", "--env", "pendulum", "device=cud"], "device=cud: expected a device of this machine: auto, cpu"),
         (["doctor", "--env", "pendulum", "task.kwargs.max_steps=3"], "max_steps=3: expected one of the keywords "),
         (["doctor", "--env", "pendulum", "task.kwarg.x=3"], "task.kwarg.x=3: expected a known setting"),
         (["doctor", "--env", "pendulum", "--num-envs", "0"], "--num-envs=0: expected a number from 1 up to"),
-        (["train", "task=pendulm"], "(did you mean pendulum?)"),
-        (["train", "algo=td4"], "(did you mean td3?)"),
-        (["train", "num_envs=abc"], "pql: num_envs=abc: expected a whole number"),
-        (["train", "algo.critic.hidden=[64,"], "pql: algo.critic.hidden=[64,: expected a value such as"),
-        (["train", "~algo"], "pql: override=~algo: expected the form key=value"),
-        (["train", "device=cuda:9"], "pql: device=cuda:9: expected a device of this machine: auto, cpu"),
-        (["train", "task=env"], "pql: task=env: expected task.name=NAME or task.name=module:Class with it"),
         (["train", "task=env", "task.name=pendulun"], "(did you mean pendulum?)"),
         (["train", "task=lqr", "task.kwargs.max_steps=3"], "task.kwargs.max_steps=3: expected one of the keywords "),
         (["train", "task=lqr", "task.kwargs.max_episode_steps=no"], "task.kwargs.max_episode_steps=no: expected a"),
         (["train", "task=lqr", "task.id=x"], "pql: task.id=x: expected one of the keywords "),
         (["train", "task=pendulum", "algo.v_per_step=0.0123"], "algo.v_per_step=0.0123: expected a ratio that"),
         (["train", "task=lqr", "algo.batch_size=50", "replay.capacity=10"], "algo.batch_size=50: expected at most"),
-        (["train", "task=pendulum", "replay.capacity=1e12"], "replay.capacity=1000000000000: expected at most "),
-        (["train", "task=pendulum", "init_from=/nowhere"], "init_from=/nowhere: expected a run directory with a check"),
-        (["eval", "/nowhere"], "run=/nowhere: expected a run directory with a checkpoint"),
-        (["resume", "/nowhere"], "run=/nowhere: expected a run directory, with a readable config.yaml"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(capsys, tmp_path, monkeypatch, argv, message):
@@ -154,11 +136,6 @@ def test_mistakes_in_an_evaluation(capsys, trained, word, message):
     assert message in mistake(capsys, "eval", trained, word)
 
 
-def test_a_run_directory_in_use(capsys, trained):
-    want = f"run_dir={trained}: expected a new folder; to continue this run: pql resume {trained}"
-    assert want in mistake(capsys, "train", *words(trained))
-
-
 def test_m_may_stand_anywhere(capsys):
     """Seen by what several values of a setting then mean."""
     for argv in (["-m", "seed=1,1", "algo=sac"], ["seed=1,1", "-m", "algo=sac"], ["seed=1,1", "algo=sac", "-m"]):
@@ -176,35 +153,6 @@ def test_a_simulator_that_is_not_installed(capsys, monkeypatch, package):
     )
 
 
-def test_a_logger_that_is_not_installed(capsys, monkeypatch, tmp_path):
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "pip install 'pql-rl[wandb]'" in mistake(capsys, "train", *words(tmp_path / "x", "logger=wandb"))
-
-
-@pytest.mark.fault(12)
-@pytest.mark.parametrize("name", ["tensors.safetensors", "manifest.json"])
-@pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
-def test_a_damaged_policy_is_named(capsys, finished, name, damage):
-    path = finished / "checkpoints" / "last" / name
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    if damage == "remove":
-        path.unlink()
-    else:
-        path.write_bytes(data if damage == "flip" else data[:100])
-    text = mistake(capsys, "eval", path.parent)
-    assert f"checkpoint={path.parent}: expected a" in text
-
-
-@pytest.mark.fault(12)
-def test_a_run_whose_only_resume_point_is_damaged(capsys, finished):
-    (points(finished)[-1] / "tensors.safetensors").unlink()
-    with pytest.warns(PqlWarning, match="trying the previous one"):
-        text = mistake(capsys, "resume", finished, "budget.env_steps=640")
-    assert f"run={finished}: expected a run with a resume point: none is intact" in text
-
-
 # -- valid use ------------------------------------------------------------------------------------------------------
 
 
@@ -218,12 +166,6 @@ def test_training_says_how_it_went_and_what_to_type_next(capsys, tmp_path):
     assert any(line.split()[:4] == ["time", "left", "env", "steps"] for line in lines)
     assert any(line.startswith("done: return -") for line in lines)
     assert lines[-2:] == [f"next: pql eval {tmp_path}", f"      pql resume {tmp_path} budget.env_steps=640"]
-
-
-def test_resuming_goes_on(capsys, finished):
-    assert main(["resume", str(finished), "budget.env_steps=640"]) == 0
-    assert "resumed at tick 12, 320 env steps" in capsys.readouterr().out
-    assert json.loads((finished / "summary.json").read_text())["env_steps"] == 640
 
 
 def test_evaluating_prints_a_table_and_writes_json_beside_the_run(capsys, finished):
@@ -308,7 +250,6 @@ def test_help_where_nothing_is_asked(capsys):
         (["--help"], 0),
         ([], 0),
         (["train", "--help"], 0),
-        (["completion", "--words", "pql train task=half"], 0),
         (["trian"], 2),
         (["train", "taks=ant"], 2),
         (["train", "task=ants"], 2),
@@ -356,14 +297,6 @@ def test_so_it_does_in_python_and_for_actors(tmp_path):
     assert compose(["task=gymnasium", "task.kwargs.id=Ant-v5", "device=cpu"]).task.kwargs == {"id": "Ant-v5"}
 
 
-def test_doctor(capsys):
-    assert main(["doctor"]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("python 3.")
-    assert "torch 2." in said
-    assert main(["doctor", "--env", "lqr", "--num-envs", "4", "max_episode_steps=5"]) == 0
-
-
 def test_what_a_run_compiles_is_compiled_ahead(tmp_path, monkeypatch, capsys):
     """Nothing is written, no step is made, and the simulator is closed."""
     monkeypatch.chdir(tmp_path)
@@ -391,34 +324,6 @@ def test_what_a_run_compiles_is_compiled_ahead(tmp_path, monkeypatch, capsys):
     assert [*tmp_path.iterdir()] == []
     assert main(["warm-up", "task=halfchetah"]) == 2
     assert "did you mean halfcheetah?" in capsys.readouterr().err
-
-
-class Broken(Counter):
-    """Fails after some steps."""
-
-    def step(self, action):
-        self.steps = getattr(self, "steps", 0) + 1
-        if self.steps > 12:
-            raise ValueError("the simulator fell over")
-        return super().step(action)
-
-
-@pytest.mark.fault(5)
-@pytest.mark.parametrize("executor", sample(["threads", "inline"], keep=["threads"]))
-def test_a_run_that_fails_has_status_1_and_shows_the_cause(tmp_path, executor):
-    script = (
-        "import sys; from pql import register; from test_cli import Broken; register('broken', Broken); "
-        "from pql.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    )
-    more = ("task=env", "task.name=broken", f"placement.executor={executor}")
-    command = [sys.executable, "-c", script, "train", *words(tmp_path, *more)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parent)
-    assert done.returncode == 1
-    assert "ValueError: the simulator fell over" in done.stderr
-    assert "test_cli.py" in done.stderr  # where it happened
-    assert done.stderr.splitlines()[-1] == (
-        "pql: worker collector failed: ValueError: the simulator fell over; nothing had been saved"
-    )
 
 
 # -- signals --------------------------------------------------------------------------------------------------------
@@ -470,95 +375,6 @@ def test_ctrl_c_while_the_command_line_loads(monkeypatch, capsys):
     monkeypatch.setattr(sys, "meta_path", [Interrupted, *sys.meta_path])
     assert program() == 130
     assert capsys.readouterr().err == "pql: interrupted\n"
-
-
-Start = Callable[..., "subprocess.Popen[str]"]
-
-
-@pytest.fixture
-def start() -> Iterator[Start]:
-    """Start ``pql train`` in a separate process, with a slow environment, and wait until it has made some ticks."""
-    running: list[subprocess.Popen[str]] = []
-
-    def begin(run_dir: Path, *more: str, stuck_at: int = 10**9) -> "subprocess.Popen[str]":
-        script = (
-            "import sys; from pql import register; from test_cli import slow; register('slow', slow); "
-            "from pql.cli.main import main; sys.exit(main(sys.argv[1:]))"
-        )
-        slow = ("task=env", "task.name=slow", f"task.kwargs.stuck_at={stuck_at}", f"task.kwargs.mark={run_dir}.mark")
-        command = [sys.executable, "-c", script, "train", *words(run_dir, *slow, "budget.env_steps=1000000", *more)]
-        pipe = subprocess.PIPE
-        process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=Path(__file__).parent)
-        running.append(process)
-        wait_for(Path(f"{run_dir}.mark").exists, process)
-        return process
-
-    yield begin
-    for process in running:
-        process.kill()
-        process.wait()
-
-
-def wait_for(condition: Callable[[], bool], process: "subprocess.Popen[str]", seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
-class Slow(Counter):
-    """Takes a while for every step, marks that it is under way after ten, and for ever for step ``stuck_at``."""
-
-    def __init__(self, num_envs: int, device: object, stuck_at: int, mark: str):
-        super().__init__(num_envs)
-        self.stuck_at, self.mark, self.steps = stuck_at, Path(mark), 0
-
-    def step(self, action):
-        self.steps += 1
-        time.sleep(0.005)
-        if self.steps == min(self.stuck_at, 20):
-            self.mark.touch()
-        if self.steps == self.stuck_at:
-            time.sleep(1000)
-        return super().step(action)
-
-
-def slow(num_envs: int, device: object, stuck_at: int, mark: str) -> Slow:
-    return Slow(num_envs, device, stuck_at, mark)
-
-
-@pytest.mark.fault(count=5)
-@SIGNALS
-def test_a_signal_saves_and_exits_130(start, tmp_path, number, trial):
-    """At a random moment, every second time while checkpoints are written all the time."""
-    run_dir = tmp_path / "run"
-    process = start(run_dir, f"checkpoint.every_seconds={0.001 if trial % 2 else 60}")
-    time.sleep(random.Random(trial).uniform(0, 0.3) if trial else 0)
-    process.send_signal(number)
-    out, err = process.communicate(timeout=20)
-    assert process.returncode == 130
-    assert "pql: stopping after this tick and saving; Ctrl-C again to leave at once" in err
-    assert "Traceback" not in err
-    assert "interrupted, saved: not evaluated" in out
-    _, facts, _ = checkpoint.newest_checkpoint(run_dir / "checkpoints")
-    summary = json.loads((run_dir / "summary.json").read_text())
-    assert summary["env_steps"] == facts["counters"]["steps"] * 16 >= 20 * 16
-    assert summary["return_mean"] is None
-    assert rows(run_dir)[-1]["steps/env"] == summary["env_steps"]
-
-
-@pytest.mark.fault(8, form="twice", count=5)
-def test_a_second_ctrl_c_leaves_at_once(start, tmp_path, trial):
-    process = start(tmp_path / "run", "placement.watchdog_seconds=100", stuck_at=15 + trial % 8)
-    process.send_signal(signal.SIGINT)
-    assert "stopping after this tick" in process.stderr.readline() + process.stderr.readline()
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(0.5)  # the tick does not end
-    begin = time.monotonic()
-    process.send_signal(signal.SIGINT)
-    assert process.wait(5) == 130
-    assert time.monotonic() - begin < 2
 
 
 # -- processes of their own -----------------------------------------------------------------------------------------

@@ -235,6 +235,8 @@ def test_a_command_ends_as_the_table_says(name, finished, tmp_path, monkeypatch,
     last = lines[-1].replace(str(finished), "RUN").replace(str(out), "OUT")
     assert re.search(case.last, last), last
     assert status == case.status, said.err
+    if case.fault == step(boom):
+        assert "test_endings.py" in said.err  # where it happened
     if status == 130:
         assert spent < 30  # far below the sleep
     if status == 0 and command == "train":
@@ -269,7 +271,9 @@ def test_a_multirun_ends_as_its_runs_do(name, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(multirun, "Runner", Ending)
     monkeypatch.setattr(Ending, "statuses", [*statuses])
     assert main(["train", "-m", "task=pendulum", "algo=pql", "seed=1,2", f"multirun_dir={tmp_path}"]) == status
-    assert re.search(last, capfd.readouterr().out.splitlines()[-1].replace(str(tmp_path), "OUT"))
+    said = capfd.readouterr().out
+    assert re.search(last, said.splitlines()[-1].replace(str(tmp_path), "OUT"))
+    assert ("failed (ended by SIGABRT)" in said) == (-6 in statuses)
 
 
 @pytest.mark.parametrize(

@@ -356,37 +356,3 @@ def test_ctrl_c_of_a_real_command_saves_and_the_next_one_goes_on(here, tmp_path,
 
 
 # ``pql``, with an environment whose third step crashes in native code.
-CRASHING = """
-import ctypes, os, sys
-from pql import register
-from pql.envs.toy import Counter
-from pql.cli.main import main
-
-class Crash(Counter):
-    steps = 0
-    def step(self, action):
-        self.steps += 1
-        if self.steps == 3:
-            os.abort() if os.environ["CRASH"] == "abort" else ctypes.string_at(0)
-        return super().step(action)
-
-register("crash", lambda num_envs, device: Crash(num_envs))
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-@pytest.mark.fault(5, 29)
-@pytest.mark.parametrize(
-    ("how", "name"), [("abort", "SIGABRT"), pytest.param("read", "SIGSEGV", marks=pytest.mark.slow)]
-)
-def test_a_native_crash_leaves_the_stacks_of_all_threads_and_its_signal(tmp_path, monkeypatch, capfd, how, name):
-    monkeypatch.setenv("CRASH", how)
-    words = [w for w in SHORT if not w.startswith("num_envs")]
-    words += ["task=env", "task.name=crash", "seed=1", f"multirun_dir={tmp_path}"]
-    assert multirun.run_many(words, (sys.executable, "-c", CRASHING)) == 1
-    said, errors = capfd.readouterr()
-    assert "Fatal Python error: " in errors
-    assert " in step\n" in errors
-    assert "env_slice.py" in errors  # the library's frames around it
-    assert f"[1/1] crash-pql-seed1: ended by {name}; " in said
-    assert f"  failed (ended by {name})" in said

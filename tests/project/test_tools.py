@@ -53,14 +53,13 @@ SMOKE = {
     ),
     "warp_envs": ("warp halfcheetah (shipped) n=4, captured / bare", "warp halfcheetah (shipped) n=4: bytes"),
     "remote": ("env steps: 2 actors of", "p50 round trip", "server, 2 actors of 32", "processor time"),
-    "lag": ("ball_balance: vtrace, lag 8 / 0", "one_step", "none"),
     "atari": ("raw stepping", "serial / bound", "halves / serial", "update B=8", "training DQN", "memory"),
 }
 EXTRA = {"warp_envs": ["--device", "cpu"]}
 NEEDS = {"atari": "ale_py", "remote": "ale_py", "warp_envs": "mujoco_warp"}
 
 
-LONG = ("atari", "lag", "process", "remote")
+LONG = ("atari", "process", "remote")
 
 
 @pytest.mark.parametrize("name", sample(SMOKE, keep=[n for n in SMOKE if n not in LONG]))

@@ -146,7 +146,7 @@ def flood(address: str, count: int, args: argparse.Namespace) -> tuple[list[floa
     Return, for each round, transitions per second and this process's milliseconds of processor time per message.
     """
     rates, costs, messages = [], [], max(4 * count, args.steps * 2)
-    with puppet("crowd", "pixels", address, str(count)):
+    with puppet("crowd", address, str(count)):
         env = Remote(count * ENVS, listen=address, wait=0.0, groups=1 if count == 1 else 2)
         wait(lambda: env.table.live == count, 120, "all actors are connected")
         env.table.reset(0)
