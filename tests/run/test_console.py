@@ -17,7 +17,6 @@ from pql.config import BudgetConfig, Config, TaskConfig
 from pql.config.compose import compose
 from pql.contract.registry import register
 from pql.envs.toy import Counter
-from pql.errors import PqlWarning
 from pql.run.log.console import WIDTH, Console, budget_words, opening
 from pql.run.log.displays import COLUMNS, EVERY, Lines, Notebook, Panel, RunProgress, make_face
 from pql.run.session import Session
@@ -385,19 +384,6 @@ def test_an_evaluation_shows_how_far_it_is(tmp_path, monkeypatch, threads_left):
     assert main(["eval", str(tmp_path), "num_envs=2", "episodes=4"]) == 0
     assert [text.partition(",")[0] for text in seen] == [f"evaluation: {n} of 4 episodes" for n in (0, 0, 0, 2, 2, 2)]
     assert not threads_left()
-
-
-def test_a_run_that_could_not_be_saved_names_no_next_command(tmp_path, capsys, monkeypatch):
-    def full(path, tensors):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("pql.data.tensorfile.write", full)
-    with pytest.warns(PqlWarning, match="not written, the run continues"):
-        assert main(["train", *words(tmp_path)]) == 1
-    said = capsys.readouterr()
-    assert said.out.splitlines()[-1] == f"run: {tmp_path}"
-    assert "pql eval" not in said.out
-    assert said.err.splitlines()[-1].startswith("pql: the run has come to its end, but not all of it could be kept")
 
 
 def test_a_resumed_run_that_had_ended_says_so(tmp_path, capsys):

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from payload import Payload, check_payload
 from run_files import mutate, points, words
 from safetensors.torch import load_file, save_file
 
@@ -85,6 +86,7 @@ def refused(*command: Any, capsys: pytest.CaptureFixture[str], seconds: float = 
     assert len(lines) == 1, lines
     assert lines[0].startswith("pql: ")
     assert len(lines[0]) < 1000
+    assert lines[0].isprintable()
     return lines[0]
 
 
@@ -157,8 +159,6 @@ def test_a_resume_point_needs_its_counters(run: Path, capsys) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "[" * 200_000,
-        '{"a":' * 200_000 + "1" + "}" * 200_000,
         "[" * 500 + "]" * 500,
         "1" * 10_000,
         '{"format": 1e999}',
@@ -466,43 +466,19 @@ PROGRAMS = ("./evil", "evil", "{mark.parent}/evil", "/bin/sh", "sh -c ./evil", "
 MODULES = ("evil_module:make", "evil_module:make.__call__", ".evil_module:make", "os:system", "evil_module:")
 
 
-@pytest.mark.fault(31, form="{kind}", count=20)
-@pytest.mark.parametrize("kind", ["program", "module"])
-def test_a_run_that_names_a_program_or_a_module_is_refused(run: Path, mark: Path, capsys, kind, trial) -> None:
-    rng = random.Random(trial)
-    if kind == "program":
-        setting, value = "task.process.python", rng.choice(PROGRAMS).format(mark=mark)
-    else:
-        setting = rng.choice(("task.name", "algo.policy.net", "algo.critic.net"))
-        value = rng.choice(MODULES)
+@pytest.mark.fault(31, form=lambda given: "program" if "process" in given["setting"] else "module", count=20)
+@pytest.mark.parametrize("setting", ["task.process.python", "task.name", "algo.policy.net", "algo.critic.net"])
+def test_a_run_that_names_a_program_or_a_module_is_refused(run: Path, mark: Path, capsys, setting, trial) -> None:
+    value = random.Random(trial).choice(PROGRAMS if "process" in setting else MODULES).format(mark=mark)
     plant(run, setting, value)
-    for command in (("eval", run), ("resume", run, "budget.env_steps=900")):
-        assert refused(*command, capsys=capsys).startswith(f"pql: {setting}=")
+    commands = [("eval", run), ("play", run), ("resume", run, "budget.env_steps=900")]
+    if setting.startswith("algo."):  # an export and a loaded policy need no task
+        commands.append(("export", run, "formats=pt2"))
+        with pytest.raises(ConfigError, match="trust=True"):
+            pql.load_policy(run)
+    for command in commands:
+        assert refused(*command, capsys=capsys).startswith(f"pql: {setting}={value}: expected something built in")
     assert not mark.exists()
-
-
-@pytest.mark.fault(31)
-@pytest.mark.parametrize("setting", ["algo.policy.net", "algo.critic.net"])
-def test_a_network_by_module_is_refused(run: Path, mark: Path, capsys, setting: str) -> None:
-    plant(run, setting, "evil_module:make")
-    for command in (
-        ("eval", run),
-        ("play", run),
-        ("export", run, "formats=pt2"),
-        ("resume", run, "budget.env_steps=900"),
-    ):
-        assert f"pql: {setting}=evil_module:make: expected something built in" in refused(*command, capsys=capsys)
-    with pytest.raises(ConfigError, match="trust=True"):
-        pql.load_policy(run)
-    assert not mark.exists()
-
-
-class Payload:
-    def __init__(self, mark: Path):
-        self.mark = mark
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.mark),)
 
 
 def pickled(mark: Path, rng: random.Random) -> bytes:
@@ -539,9 +515,7 @@ def test_a_pickle_in_any_file_of_a_run_is_never_executed(run: Path, mark: Path, 
             rewrite(path.parent, lambda facts: None)
     with contextlib.suppress(ConfigError):
         LOADERS[loader](run)
-    assert not mark.exists()
-    pickle.loads(pickle.dumps(Payload(mark)))
-    assert mark.is_dir()  # the payload is a real one
+    check_payload(mark)
 
 
 def test_trust_is_one_flag_for_all_commands(run: Path, mark: Path, capsys) -> None:
@@ -574,24 +548,6 @@ def test_what_is_typed_anew_needs_no_trust(run: Path, mark: Path, capsys) -> Non
     plant(run, "algo.policy.net", None)
     for word in ("task.process.python=./evil", "task.name=evil_module:make", "task.kwargs.x=1"):
         assert "as the run has it" in refused(*command, word, capsys=capsys)  # it had none: it would be another run
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "why"),
-    [
-        ("algo.name", "ddpg\x1b]0;OWN\x07", "control characters"),
-        (
-            "algo.policy.hidden",
-            [2**30],
-            "algo.policy.hidden=[1073741824]: expected a list of layer widths, each from 1 to",
-        ),
-    ],
-)
-def test_a_resumed_run_is_refused_in_one_readable_line(run: Path, capsys, name: str, value: Any, why: str) -> None:
-    plant(run, name, value)
-    line = refused("resume", run, "budget.env_steps=900", capsys=capsys)
-    assert why in line
-    assert line.isprintable()
 
 
 def test_too_little_memory_is_one_line(run: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import pickle
 import random
 import resource
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from payload import Payload
 from run_files import mutate, words
 
 import pql
@@ -41,14 +41,6 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path / "executed"
-
-
-class Payload:
-    def __init__(self, mark: Path):
-        self.mark = mark
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.mark),)
 
 
 def members(path: Path) -> dict[str, bytes]:

@@ -22,6 +22,7 @@ from sampling import sample
 import pql
 from pql.algos.registry import own_seed
 from pql.config.compose import compose
+from pql.contract.registry import register
 from pql.data import tensorfile
 from pql.engine import compiled
 from pql.engine.world import World, world
@@ -417,19 +418,16 @@ class Faulty:
         return self.env.step(action)
 
 
-def failing(run_dir: str, how: str) -> None:
-    from pql.contract.registry import register
+register("faulty_rank", Faulty)
 
-    register("faulty_rank", Faulty)
+
+def failing(run_dir: str, how: str) -> None:
     limit = f"placement.watchdog_seconds={4 if how == 'hang' else 200}"
     more = ("task=env", "task.name=faulty_rank", f"task.kwargs.how={how}", limit)
     run(*words(Path(run_dir), "budget.env_steps=3200", *more))
 
 
 def killed(run_dir: str, mark: str, at: int, rank: int = 1, how: str = "die", device: str = "cpu") -> None:
-    from pql.contract.registry import register
-
-    register("faulty_rank", Faulty)
     kwargs = {"how": how, "mark": mark, "at": at, "rank": rank}
     faulty = ("task=env", "task.name=faulty_rank", *(f"task.kwargs.{name}={value}" for name, value in kwargs.items()))
     limit = f"placement.watchdog_seconds={4 if how == 'stop' else 200}"
@@ -438,9 +436,6 @@ def killed(run_dir: str, mark: str, at: int, rank: int = 1, how: str = "die", de
 
 
 def resumed(run_dir: str, mark: str) -> int:
-    from pql.contract.registry import register
-
-    register("faulty_rank", Faulty)
     more = (f"task.kwargs.mark={mark}", "budget.env_steps=3200", "checkpoint.every_seconds=null")
     return resume(run_dir, *more)["summary"].env_steps
 
@@ -528,24 +523,6 @@ def test_torchrun_trains_one_run(tmp_path):
     assert rows(tmp_path)[-1]["steps/env"] == 320
     env = json.loads((tmp_path / "env.json").read_text())
     assert env["processes"] == 2
-
-
-@pytest.mark.slow
-def test_two_agents_as_of_two_machines_train_one_run(tmp_path):
-    """The commands of docs/parallel.md for several machines, on one: each agent starts a process, connected by TCP."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-id", "x"]
-    command += ["-m", "pql"]
-
-    def both(*words: str) -> list[int]:
-        agents = [subprocess.Popen([*command, *words]) for _ in range(2)]
-        return [agent.wait(250) for agent in agents]
-
-    assert both("train", *settings(tmp_path, "pql", "eval.final=true")) == [0, 0]
-    assert json.loads((tmp_path / "env.json").read_text())["processes"] == 2
-    assert json.loads((tmp_path / "summary.json").read_text())["env_steps"] == 320
-    assert both("resume", str(tmp_path), "budget.env_steps=480") == [0, 0]
-    assert json.loads((tmp_path / "summary.json").read_text())["env_steps"] == 480
 
 
 def commands(*lines: list[str]) -> list[tuple[int, str]]:

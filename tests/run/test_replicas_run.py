@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from conftest import differences
-from run_files import manifest, points, resume, rows, run
+from run_files import manifest, points, resume, rows, run, whole_and_resumed
 from sampling import sample
 from test_onpolicy import WORDS
 
@@ -54,20 +54,13 @@ CASES = {
 @pytest.mark.parametrize("case", sample(CASES, keep=["three, scaled rewards"]))
 def test_in_turns_n_ticks_resumed_for_n_more_are_2n_ticks_bit_for_bit(tmp_path, case, trial):
     case = CASES[case]
-    whole, parts, setting = tmp_path / "whole", tmp_path / "parts", (*case, "algo.central.order=turns", f"seed={trial}")
     count = 3 if "algo.replicas=3" in case else 2
-    budget = [steps(n) // 2 * count for n in (3, 6)]
-    run(*words(whole, *setting, f"budget.env_steps={budget[1]}"))
-    assert run(*words(parts, *setting, f"budget.env_steps={budget[0]}")).env_steps == budget[0]
-    second = resume(parts, f"budget.env_steps={budget[1]}")
-    (a, facts_a), (b, facts_b) = checkpoint.load(points(whole)[-1]), checkpoint.load(points(parts)[-1])
-    assert {"replicas/0", "learners/learner", "collector/env"} <= {"/".join(k.split("/")[:2]) for k in a}
-    assert differences(a, b) == []
-    assert facts_a["sha256"] == facts_b["sha256"]
-    same = [k for k in facts_a["counters"] if k != "seconds"]
-    assert {"ticks", "steps", "learner", "steps.1", "learner.1"} <= set(same)
-    assert [facts_a["counters"][k] for k in same] == [facts_b["counters"][k] for k in same]
-    assert (second.updates_v, second.updates_p, second.env_steps) == (8 * 12 * count, 8 * 12 * count, budget[1])
+    half, full = (steps(n) // 2 * count for n in (3, 6))
+    own = [*words(tmp_path, *case, "algo.central.order=turns", f"seed={trial}")]
+    second, tensors, facts = whole_and_resumed(tmp_path, own, half, full)
+    assert {"replicas/0", "learners/learner", "collector/env"} <= {"/".join(k.split("/")[:2]) for k in tensors}
+    assert {"ticks", "steps", "learner", "steps.1", "learner.1"} <= {*facts["counters"]}
+    assert (second.updates_v, second.updates_p, second.env_steps) == (8 * 12 * count, 8 * 12 * count, full)
 
 
 def test_a_free_run_resumes_with_all_of_its_counters(tmp_path):

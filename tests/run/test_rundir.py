@@ -275,15 +275,6 @@ def test_a_damaged_policy_is_named_and_the_next_best_is_taken(folder):
 
 
 @pytest.mark.fault(12)
-def test_the_command_evaluates_the_next_best_policy_and_says_so(folder, capsys):
-    damage(folder / "checkpoints" / "last")
-    newest = points(folder)[-1]
-    with pytest.warns(PqlWarning, match=f"checkpoints/last: .*; taking {newest.name} instead"):
-        assert main(["eval", str(folder), "num_envs=1", "episodes=1"]) == 0
-    assert f"policy: {newest}" in capsys.readouterr().out
-
-
-@pytest.mark.fault(12)
 def test_a_run_that_starts_from_old_weights_takes_the_point_before(folder, tmp_path):
     damage(points(folder)[-1])
     with pytest.warns(PqlWarning, match=f"; taking {points(folder)[0].name} instead"):
