@@ -61,7 +61,7 @@ def profile(overrides: Sequence[str], path: Path, ticks: int) -> int:
         finally:
             parts.close()
     work, on_gpu = work_of(trace, list(parts.workers))
-    print(report(parts, Measured(seconds, busy, work, ticks, on_gpu)))
+    print(profile_report(parts, Profiled(seconds, busy, work, ticks, on_gpu)))
     print(f"trace: {path} (ui.perfetto.dev shows it)")
     return 0
 
@@ -129,7 +129,7 @@ def ranges(parts: "Parts") -> Iterator[None]:
             del worker.run
 
 
-class Measured(NamedTuple):
+class Profiled(NamedTuple):
     """What was measured.
 
     Attributes:
@@ -153,7 +153,7 @@ class Measured(NamedTuple):
         return 1e-6 * self.work[worker].us / self.ticks / self.seconds
 
 
-def report(parts: "Parts", found: Measured) -> str:
+def profile_report(parts: "Parts", found: Profiled) -> str:
     """Return where a tick goes, as text."""
     from pql.reports.trace import largest
     from pql.run.log.closing import bounded
@@ -176,7 +176,7 @@ def report(parts: "Parts", found: Measured) -> str:
     return "\n\n".join((heading, *tables, bounded({**found.busy}), *hints(parts, found)))
 
 
-def hints(parts: "Parts", found: Measured) -> Iterator[str]:
+def hints(parts: "Parts", found: Profiled) -> Iterator[str]:
     """Yield what to change, besides the slowest worker."""
     amount, (one, *_) = amounts(parts), parts.collector.slices
     slowest = max(found.busy, key=lambda name: found.busy[name])

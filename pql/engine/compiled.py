@@ -10,12 +10,13 @@ Inductor runs in its deterministic mode: it picks kernels without measuring, so 
 
 from collections.abc import Callable, Iterable, Sequence
 from operator import getitem
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Generator, Tensor
 
-from pql.engine.forms import ALIGNED, FORMS, cacheable, cast_views
+from pql.engine.forms import ALIGNED, FORMS, cast_views
+from pql.engine.inductor import inductor
 from pql.engine.recorder import (
     Call,
     Made,
@@ -229,44 +230,6 @@ def cast_of(call: Call) -> tuple[Outside, torch.dtype] | None:
     if call.func is aten._to_copy.default and isinstance(call.args[0], Outside) and list(call.kwargs) == ["dtype"]:
         return call.args[0], call.kwargs["dtype"]
     return None
-
-
-SETTINGS = {
-    "deterministic": True,
-    "triton.cudagraphs": False,
-    "shape_padding": False,  # measures; ``forms.product`` pads
-    "combo_kernels": True,
-    "combo_kernels_autotune": 0,
-    "combo_kernels_pointwise_only": True,  # combined reductions get blocks that take minutes to compile
-}
-"""Inductor's settings. Versions of PyTorch that lack the last one do not combine kernels."""
-
-
-def inductor(
-    module: torch.fx.GraphModule, example: list[Tensor], text: str
-) -> Callable[[list[Tensor]], Sequence[Tensor]]:
-    """Compile a graph, or load it from Inductor's cache. Returns a function of a list of tensors like ``example``'s.
-
-    Args:
-        text: operations and layouts of tensors: part of the key in the cache.
-    """
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx
-    from torch._subclasses import FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-    combines = hasattr(config, "combo_kernels_pointwise_only")
-    settings: dict[str, Any] = {k: v for k, v in SETTINGS.items() if combines or not k.startswith("combo")}
-    settings["unsafe_marked_cacheable_functions"] = cacheable()
-    # Inductor's own key lacks alignment and, in some versions, threads and the CPU's vectors.
-    tag = f"{torch.get_num_threads()} {torch.backends.cpu.get_cpu_capability()}\n{text}"
-    mode = FakeTensorMode(shape_env=ShapeEnv())  # without one it caches nothing
-    given = [mode.from_tensor(tensor, static_shapes=True) for tensor in example]
-    tracing = torch._guards.tracing(torch._guards.TracingContext(mode))
-    tagged = cast(Any, torch.compiler.config).patch(cache_key_tag=tag)
-    with torch.no_grad(), tracing, tagged:
-        function = cast(Any, compile_fx(module, given, config_patches=settings))
-    return lambda given: function(*given)
 
 
 class Program:

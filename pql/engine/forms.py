@@ -1,9 +1,7 @@
 """Operations in the forms that Inductor compiles into few, full kernels."""
 
-import hashlib
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -96,9 +94,3 @@ def cast_views(base: Tensor, dtype: torch.dtype, views: Sequence[tuple[int, tupl
     return [
         whole.narrow(0, start, math.prod(shape)).view(shape) for start, (_, shape) in zip(starts, views, strict=False)
     ]
-
-
-def cacheable() -> dict[str, str]:
-    """Return the names of this file's functions and, for each, what Inductor's cache must tell apart: their source."""
-    source = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
-    return {f"{__name__}.{f.__name__}": source for f in (product, sum_and_product, adamw_, cast_views)}

@@ -7,26 +7,20 @@ memory pool: cuBLAS keeps one workspace per stream, so graphs captured on the sa
 concurrently. On the CPU see ``cpu_graph.py``.
 """
 
-import importlib.util
-import os
-import shutil
-import sysconfig
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Generator, Tensor
 
 from pql.engine.compiled import Program, compile_body
+from pql.engine.inductor import Choice, no_compiler
 from pql.errors import ConfigError, PqlWarning, first_line
 
 WARMUP = 3
-
-Choice = Literal["auto", "on", "off"]
 
 
 class Execution(NamedTuple):
@@ -86,28 +80,6 @@ def recording() -> Iterator[None]:
 def host_reads(device: torch.device) -> bool:
     """Return True if a body on ``device`` may read values of tensors: it is eager, and no device must be waited for."""
     return not (Graph.possible(device) or getattr(_here, "recording", False))
-
-
-def no_compiler(device: torch.device) -> str | None:
-    """Return what Inductor lacks to compile for a device, or None."""
-    compilers = [c for c in (os.environ.get("CC"), os.environ.get("CXX"), "cc", "gcc", "g++", "clang") if c]
-    if not any(shutil.which(c) for c in compilers):
-        return "no C compiler was found; install gcc or set CC"
-    if device.type != "cuda":
-        return None
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
-    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
-        return "Python.h was not found; install Python's headers (Debian: python3-dev)"
-    return None
-
-
-def compilable(choice: Choice, device: torch.device) -> Choice:
-    """Return ``choice``; with a warning ``off`` in place of ``auto`` if Inductor cannot compile for the device."""
-    if choice == "auto" and device.type == "cuda" and (why := no_compiler(device)) is not None:
-        warnings.warn(f"placement.compile=auto: nothing is compiled, {why}", PqlWarning, stacklevel=2)
-        return "off"
-    return choice
 
 
 class Graph:

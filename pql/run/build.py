@@ -11,7 +11,8 @@ from pql.algos.registry import Setup, Wiring, family_of
 from pql.config import Config
 from pql.contract.env import EnvSpec, VecEnv
 from pql.engine.executors import Executor, Inline, Threads
-from pql.engine.graph import EAGER, Choice, Execution, compilable
+from pql.engine.graph import EAGER, Execution
+from pql.engine.inductor import Choice, compilable
 from pql.engine.placement import Machine, keep_freed_memory, machine_of, make_executor, make_inline, set_precision
 from pql.engine.schedule import Concurrent, Counts, Lockstep, Schedule, Trace
 from pql.engine.worker import LearnerJob, WeightSlot, Worker

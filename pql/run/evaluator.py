@@ -19,7 +19,8 @@ from pql.contract.env import VecEnv, capturable, make_ready
 from pql.contract.optional import Capturable, WithEvaluation, supports
 from pql.engine import crash, deadlines, watchdog
 from pql.engine.deadlines import Limit, idle_get, start_limit, step_limit
-from pql.engine.graph import Choice, Execution, Graph, clone_state
+from pql.engine.graph import Execution, Graph, clone_state
+from pql.engine.inductor import Choice
 from pql.engine.watchdog import Watch, watching
 from pql.errors import ConfigError, HungError, RunError, first_line
 from pql.run.environment import build_env, staggered
@@ -65,7 +66,7 @@ class CapturedEnv:
         return getattr(self._env, name)
 
     def step(self, action: Tensor) -> Step:
-        """As ``VecEnv.step``; the next step overwrites the answer."""
+        """Step with ``action`` [n, ...], as ``VecEnv.step``; the next step overwrites the answer."""
         self._action.copy_(action)
         self._graph()
         return self._answer

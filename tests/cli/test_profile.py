@@ -7,7 +7,7 @@ import pytest
 from run_files import words
 
 from pql.cli.main import main
-from pql.cli.profile import Measured, hints
+from pql.cli.profile import Profiled, hints
 from pql.reports.trace import Work, largest, work_of
 
 
@@ -112,8 +112,8 @@ class Parts:
 )
 def test_what_to_change_follows_from_the_numbers(kernels, us, busy, compiled, captured, want):
     work = {"v": Work(kernels, us), "p": Work(), "collector": Work()}
-    found = Measured(0.01, {"v": busy, "collector": 0.5}, work, 1, True)
-    assert [*hints(Parts(compiled, {"captured": captured}), found)] == want
+    found = Profiled(0.01, {"v": busy, "collector": 0.5}, work, 1, True)
+    assert [*hints(Parts(compiled, {"whole": captured}), found)] == want
 
 
 def test_what_cannot_be_profiled_is_refused(capsys, tmp_path):

@@ -15,7 +15,7 @@ from test_cpu_graph import RUNS, Owner
 from torch import Generator
 
 from pql.cli.main import main
-from pql.engine import compiled, graph
+from pql.engine import compiled, inductor
 from pql.engine.compiled import Region, compile_body, relative
 from pql.engine.executors import Inline, Threads
 from pql.engine.forms import adamw_, product, sum_and_product
@@ -288,7 +288,7 @@ def test_a_missing_compiler_or_an_exception_leaves_the_eager_body(monkeypatch, f
     monkeypatch.setattr(Graph, "place", lambda self: torch.no_grad())
     monkeypatch.setattr(Graph, "finish", lambda self: None)
     if fails == "compiler":
-        monkeypatch.setattr(graph.shutil, "which", lambda name: None)
+        monkeypatch.setattr(inductor.shutil, "which", lambda name: None)
     why = {"inductor": "RuntimeError: no kernel", "compiler": "no C compiler was found; install gcc or set CC"}[fails]
     owner = Owner(x=torch.full((3,), 4.0))
     one = graph_of(owner)
@@ -301,11 +301,11 @@ def test_a_missing_compiler_or_an_exception_leaves_the_eager_body(monkeypatch, f
 
 def test_what_a_gpu_lacks_to_compile_is_said_once(monkeypatch):
     cuda = torch.device("cuda", 0)
-    monkeypatch.setattr(graph.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(inductor.importlib.util, "find_spec", lambda name: None)
     with pytest.warns(PqlWarning, match=r"^placement.compile=auto: nothing is compiled, triton is not installed$"):
-        assert graph.compilable("auto", cuda) == "off"
-    assert [graph.compilable(c, cuda) for c in ("on", "off")] == ["on", "off"]
-    assert graph.compilable("auto", CPU) == "auto"
+        assert inductor.compilable("auto", cuda) == "off"
+    assert [inductor.compilable(c, cuda) for c in ("on", "off")] == ["on", "off"]
+    assert inductor.compilable("auto", CPU) == "auto"
 
 
 def test_auto_compiles_on_cuda_alone():

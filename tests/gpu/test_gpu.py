@@ -180,7 +180,7 @@ def test_a_step_of_mujoco_on_warp_is_one_graph(how, monkeypatch):
     pytest.importorskip("mujoco_warp")
     compile = "off" if how == "graph" else "on"
     if how == "regions":
-        monkeypatch.setattr("pql.engine.compiled.inductor", lambda module, example: lambda given: module(*given))
+        monkeypatch.setattr("pql.engine.compiled.inductor", lambda module, example, text: lambda given: module(*given))
     kwargs = {"engine": "warp", "max_episode_steps": 5, "randomize": RANDOM, "curriculum": {"kind": "survive"}}
     config = gpu_config(task={"name": "halfcheetah", "kwargs": kwargs}, placement={"compile": compile})
     parts = build(config)

@@ -201,7 +201,7 @@ def test_both_end_with_the_same_weights_and_statistics(both: Pair, tmp_path, cas
 
 def run_in_regions(*overrides: str) -> dict:
     """As ``run``, without Inductor: each region runs as its operations."""
-    inductor, compiled.inductor = compiled.inductor, lambda module, example: lambda given: module(*given)
+    inductor, compiled.inductor = compiled.inductor, lambda module, example, text: lambda given: module(*given)
     try:
         return run(*overrides)
     finally:

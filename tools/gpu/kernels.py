@@ -24,6 +24,7 @@ from pql.config.compose import compose
 from pql.engine import compiled
 from pql.engine.executors import Inline
 from pql.engine.graph import Graph
+from pql.engine.inductor import SETTINGS
 from pql.run.build import build
 
 COMMON = "task=cartpole_swingup scale=gpu num_envs=4096 device=cpu graphs=off placement.compile=on"
@@ -123,7 +124,7 @@ def code_of(module: torch.fx.GraphModule, example: Sequence[Tensor]) -> str:
                 node.kwargs = {**node.kwargs, "device": torch.device("cuda", 0)}
         traced.recompile()
     FakeTensorProp(traced, mode).propagate(*there)
-    settings = {**compiled.SETTINGS, "force_disable_caches": True, "compile_threads": 1}
+    settings = {**SETTINGS, "force_disable_caches": True, "compile_threads": 1}
     with mode, config.patch(settings):
         try:
             compile_fx_inner(traced, there)
