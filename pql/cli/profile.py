@@ -83,9 +83,13 @@ def finish(parts: "Parts") -> None:
     """Wait for the devices."""
     import torch
 
-    for device in {worker.device for worker in parts.workers.values()}:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+    from pql.engine.deadlines import step_limit
+    from pql.engine.watchdog import watching
+
+    with watching("the ticks", step_limit(parts.config.placement)):
+        for device in {worker.device for worker in parts.workers.values()}:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
 
 
 def traced(parts: "Parts", ticks: int, path: Path) -> list[dict[str, Any]]:

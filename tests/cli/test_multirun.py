@@ -256,7 +256,7 @@ PROGRAM = (sys.executable, "-S", "-c", STAND_IN)
 
 
 def wait_for(path: Path) -> str:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while not (path.exists() and path.read_text()):
         assert time.monotonic() < end, path
         time.sleep(0.01)
