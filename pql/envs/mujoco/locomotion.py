@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pql.envs.mujoco.engine import Fields
-from pql.envs.mujoco.suite import GymTask, ctrl_cost, measure_contacts
+from pql.envs.mujoco.suite import GymTask, ctrl_cost, finite, measure_contacts
 from pql.envs.mujoco.task import Memory, Robot, Verdict
 from pql.types import Obs
 
@@ -127,9 +127,7 @@ class Ant(Runner):
 
     def healthy(self, fields: Fields) -> Tensor:
         height = fields["qpos"][:, 2]
-        # the sum is finite only if every element is, and is cheaper than testing each
-        finite = (fields["qpos"].sum(1) + fields["qvel"].sum(1)).isfinite()
-        return finite & (height >= 0.2) & (height <= 1.0)
+        return finite(fields) & (height >= 0.2) & (height <= 1.0)
 
     def judge(self, fields: Fields, memory: Memory) -> Verdict:
         gained, healthy = self.gained(fields, memory), self.healthy(fields)
