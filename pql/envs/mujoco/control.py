@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pql.envs.mujoco.engine import Fields
-from pql.envs.mujoco.suite import GymTask, ctrl_cost
+from pql.envs.mujoco.suite import GymTask, ctrl_cost, finite
 from pql.envs.mujoco.task import Draw, Memory, Robot, Start, Verdict
 from pql.types import Obs
 
@@ -98,8 +98,7 @@ class InvertedPendulum(GymTask):
         return {"policy": torch.cat((fields["qpos"], fields["qvel"]), 1)}
 
     def judge(self, fields: Fields, memory: Memory) -> Verdict:
-        finite = (fields["qpos"].sum(1) + fields["qvel"].sum(1)).isfinite()
-        upright = finite & (fields["qpos"][:, 1].abs() <= 0.2)
+        upright = finite(fields) & (fields["qpos"][:, 1].abs() <= 0.2)
         return Verdict({"reward_survive": upright.to(fields["qpos"])}, ~upright)
 
 

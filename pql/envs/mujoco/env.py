@@ -1,5 +1,6 @@
 """``MujocoVec``: a task on an engine, with episodes. Results go to the configured device, wherever the physics runs."""
 
+import functools
 import importlib.util
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from pql.contract.env import Box, EnvSpec
 from pql.envs.mujoco.curriculum import Curriculum, Levels
-from pql.envs.mujoco.engine import Engine, Rows
+from pql.envs.mujoco.engine import Engine, Fields, Masked, Rows
 from pql.envs.mujoco.engines import EngineOptions, choose, make_engine
 from pql.envs.mujoco.randomize import Randomize, Randomizer
 from pql.envs.mujoco.task import Draw, Memory, Robot, Task, check_model, load_model
@@ -76,8 +77,8 @@ class MujocoVec:
     ``truncated`` with ``final_ok=False`` and zero reward, and ``log["diverged"]`` counts it, so observations are always
     finite. (An action of NaN gives a reward of NaN.)
 
-    Every tensor of a ``Step`` is new, except ``valid`` and, where nothing diverged, ``final_ok``: these constants are
-    shared between steps. All may be kept, and none may be written to. With physics on Warp a step can be captured in a
+    Every tensor of a ``Step`` is new, except ``valid`` and flags that are equal in all environments, which are shared
+    between steps. All may be kept, and none may be written to. With physics on Warp a step can be captured in a
     CUDA graph (``Capturable``): the state is then kept at the addresses that it had first.
 
     Args:
@@ -112,7 +113,10 @@ class MujocoVec:
         self._obs: Obs = {}  # as last returned, on the engine's device
         self._fixed: dict[str, Tensor] = {}  # where a capturable engine's environments keep all of these
         self._yes = torch.ones(num_envs, dtype=torch.bool, device=there)
+        self._no, self._zeros = ~self._yes, torch.zeros(num_envs, device=there, dtype=dtype)
         self._yes_there = self._yes.to(device)
+        self._same_host = there.type == device.type == "cpu"
+        self._spare = 0  # steps until an episode can reach the time limit; 0: not known
         self._renderer: Renderer | None = None  # made by the first render
         if self.capturable:
             self.engine.read_at_start(self._read_at_start())
@@ -129,11 +133,11 @@ class MujocoVec:
 
     def _read_at_start(self) -> set[str]:
         """Return the names of the fields that first observations and memories are made of."""
-        fields = _Noted(self.engine.fields)
+        fields = _Taken(self.engine.fields, Masked(self._yes))
         start = self.task.start(self.spec.num_envs, Draw(torch.Generator(self.engine.device), self.engine.dtype))
-        fields.update(self.task.derive(fields))
+        fields.taken |= self.task.derive(fields)
         self.task.observe(fields, {**start.memory, **self.task.track(fields), "level": self._levels.level})
-        return fields.read
+        return {*fields.taken}
 
     @_one_thread()
     def prepare(self) -> None:
@@ -156,6 +160,7 @@ class MujocoVec:
             self._generator.manual_seed(seed)
             self._levels.restart()
         self._restart(self.engine.rows(self._yes))
+        self._spare = 0
         if self._stagger:
             begun = self._draw.uniform(0.0, self._limit, self.spec.num_envs)
             self._steps = begun.long().clamp_(max=self._limit - 1)
@@ -192,51 +197,63 @@ class MujocoVec:
         parts = [terms[name] for name in task.terms]
         logged = [metrics[name] for name in task.metrics]
         lost = engine.overflowed()
-        counted = [diverged] if lost is None else [diverged, lost]
+        counted = [self._zeros if diverged is None else diverged, *([] if lost is None else [lost])]
         rows = torch.stack((sum(parts[1:], parts[0]), *parts, *logged, *counted)).float()
-        if terminated is None:
-            terminated = ~self._yes
 
         final_ok = self._yes_there
-        bad = engine.rows(diverged)
-        if bad.count:
+        if diverged is not None:
+            bad = engine.rows(diverged)
             obs = {name: bad.put(value, bad.take(self._obs[name])) for name, value in obs.items()}
             rows[: 1 + len(parts) + len(logged)].masked_fill_(diverged, 0.0)
-            terminated = terminated & ~diverged
+            terminated = None if terminated is None else terminated & ~diverged
             final_ok = self._send(~diverged)
-        late, expired = self._steps >= self._limit, task.expired(self._memory)
-        if expired is not None:
-            late = late | expired
-        truncated = (late | diverged) & ~terminated
+        truncated = _either(self._late(), task.expired(self._memory), diverged)
+        if truncated is not None and terminated is not None:
+            truncated = truncated & ~terminated
+        done = _either(terminated, truncated)
         if self._levels.active:
-            level = self._levels.follow(rows[0], metrics.get("success"), terminated | truncated, self._steps)
+            ended = self._no if done is None else done
+            level = self._levels.follow(rows[0], metrics.get("success"), ended, self._steps)
             rows = torch.cat((rows, level[None]))
-        return self._finish(obs, rows, terminated, truncated, final_ok)
+        return self._finish(obs, rows, (terminated, truncated, done), final_ok)
 
-    def _finish(self, obs: Obs, rows: Tensor, terminated: Tensor, truncated: Tensor, final_ok: Tensor) -> Step:
-        done = terminated | truncated
+    def _late(self) -> Tensor | None:
+        """Return [N] bool: the time limit is reached. None: in no environment, known from earlier steps."""
+        if self._same_host:
+            self._spare = self._spare - 1 if self._spare else self._limit - int(self._steps.max())
+            if self._spare > 0:
+                return None
+            self._spare = 0
+        return self._steps >= self._limit
+
+    def _finish(self, obs: Obs, rows: Tensor, ends: tuple[Tensor | None, ...], final_ok: Tensor) -> Step:
+        """Restart what has ended, and make the step. ``ends``: terminated, truncated, either, each [N] bool or None."""
+        done = ends[-1]
         self._obs = obs
         next_obs = final_obs = self._send_obs(obs)
-        ended = self.engine.rows(done)
-        if ended.count:
+        ended = None if done is None else self.engine.rows(done)
+        if ended is not None and ended.count:
             self._restart(ended)
             next_obs = self._send_obs(self._obs)
         self._keep()
         reward, *log = self._send(rows).unbind(0)
-        terminated, truncated, first = self._send(torch.stack((terminated, truncated, done))).unbind(0)
+        flags = [self._no if each is None else each for each in ends]
+        if not self._same_host:
+            flags = [*self._send(torch.stack(flags)).unbind(0)]
+        terminated, truncated, first = flags
         named = dict(zip(self.spec.log, log, strict=True))
         return Step(next_obs, reward, terminated, truncated, first, final_obs, final_ok, self._yes_there, named)
 
     def _restart(self, rows: Rows) -> None:
         """Start new episodes in ``rows`` and update their memory and observations."""
         self._levels.abandon(rows)
-        level = rows.take(self._levels.level)
+        level = rows.take(self._levels.level) if self._randomizer or self._levels.active else self._levels.level
         if self._randomizer:
             self._randomizer.begin(rows, level)
         start = self.task.start(rows.count, self._draw)
         self.engine.reset(rows, start.qpos, start.qvel)
-        fields = {name: rows.take(field) for name, field in self.engine.fields.items()}
-        fields |= self.task.derive(fields)
+        fields = _Taken(self.engine.fields, rows)
+        fields.taken |= self.task.derive(fields)
         memory = {**start.memory, **self.task.track(fields)}
         if self._levels.active:
             memory["level"] = level
@@ -245,7 +262,7 @@ class MujocoVec:
             obs = self._randomizer.sense_first(rows, obs, level)
         self._memory = _put_all(rows, self._memory, memory)
         self._obs = _put_all(rows, self._obs, obs)
-        self._steps = rows.put(self._steps, rows.take(torch.zeros_like(self._steps)))
+        self._steps = rows.zero(self._steps)
 
     def _kept(self) -> Obs:
         """Keep the state; return the observations of all, [N, ...], in memory of their own."""
@@ -293,6 +310,7 @@ class MujocoVec:
         there = self.engine.device
         self._memory = {name: value.to(there, copy=True) for name, value in state["memory"].items()}
         self._steps.copy_(state["steps"])
+        self._spare = 0
         self._obs = {name: value.to(there, copy=True) for name, value in state["obs"].items()}
         self._generator.set_state(state["generator"].cpu())
         if self._levels.active:
@@ -344,9 +362,11 @@ class MujocoVec:
         self.engine.close()
 
     def _send_obs(self, obs: Obs) -> Obs:
-        return {name: self._send(value) for name, value in obs.items()}
+        return {**obs} if self._same_host else {name: self._send(value) for name, value in obs.items()}
 
     def _send(self, value: Tensor) -> Tensor:
+        if self._same_host:
+            return value
         if self.spec.device.type == value.device.type:
             return value.to(self.spec.device)
         if self.spec.device.type == "cuda":
@@ -354,16 +374,29 @@ class MujocoVec:
         return value.to(self.spec.device, non_blocking=True)
 
 
-class _Noted(dict[str, Tensor]):
-    """Fields, and the names of those that were read."""
+class _Taken(Mapping[str, Tensor]):
+    """Fields of some rows, each taken when it is read first, and entries derived from them."""
 
-    def __init__(self, fields: Mapping[str, Tensor]):
-        super().__init__(fields)
-        self.read: set[str] = set()
+    def __init__(self, fields: Fields, rows: Rows):
+        self._fields, self._rows = fields, rows
+        self.taken: dict[str, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
-        self.read.add(name)
-        return super().__getitem__(name)
+        if name not in self.taken:
+            self.taken[name] = self._rows.take(self._fields[name])
+        return self.taken[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self._fields, **self.taken})
+
+    def __len__(self) -> int:
+        return len({**self._fields, **self.taken})
+
+
+def _either(*masks: Tensor | None) -> Tensor | None:
+    """Return where any of some masks [N] is true; None stands for one that is false everywhere."""
+    given = [mask for mask in masks if mask is not None]
+    return functools.reduce(torch.bitwise_or, given) if given else None
 
 
 def _rounded(obs: Obs) -> Obs:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pql.envs.mujoco.engine import Fields
-from pql.envs.mujoco.suite import GymTask, ctrl_cost, measure_contacts
+from pql.envs.mujoco.suite import GymTask, ctrl_cost, finite, measure_contacts
 from pql.envs.mujoco.task import Memory, Robot, Verdict
 from pql.types import Obs
 
@@ -121,23 +121,23 @@ class Ant(Runner):
         # the reference differentiates the torso's frame, which is one substep behind qpos
         return fields["xpos"][:, 1, 0]
 
+    def derive(self, fields: Fields) -> Fields:
+        return {"forces": fields["cfrc_ext"].flatten(1).clamp(-1.0, 1.0)}  # [N, 14 * 6]
+
     def observe(self, fields: Fields, memory: Memory) -> Obs:
-        forces = fields["cfrc_ext"][:, 1:].flatten(1).clamp(-1.0, 1.0)  # [N, 13 * 6]; body 0 is the world
+        forces = fields["forces"][:, 6:]  # body 0 is the world
         return {"policy": torch.cat((fields["qpos"][:, 2:], fields["qvel"], forces), 1)}
 
     def healthy(self, fields: Fields) -> Tensor:
         height = fields["qpos"][:, 2]
-        # the sum is finite only if every element is, and is cheaper than testing each
-        finite = (fields["qpos"].sum(1) + fields["qvel"].sum(1)).isfinite()
-        return finite & (height >= 0.2) & (height <= 1.0)
+        return finite(fields) & (height >= 0.2) & (height <= 1.0)
 
     def judge(self, fields: Fields, memory: Memory) -> Verdict:
         gained, healthy = self.gained(fields, memory), self.healthy(fields)
-        forces = fields["cfrc_ext"].flatten(1).clamp(-1.0, 1.0)
         terms = {
             "reward_forward": gained / self.dt,
             "reward_ctrl": ctrl_cost(fields, 0.5),
-            "reward_contact": forces.square_().sum(1).mul_(-5e-4),
+            "reward_contact": fields["forces"].square().sum(1).mul_(-5e-4),
             "reward_survive": healthy.to(gained),
         }
         return Verdict(terms, ~healthy, {"distance": gained})

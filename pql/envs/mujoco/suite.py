@@ -1,6 +1,7 @@
 """Base of the tasks of Gymnasium's MuJoCo suite: model paths, initial states, measurements."""
 
 import importlib.util
+import math
 from pathlib import Path
 from typing import ClassVar
 
@@ -45,7 +46,7 @@ class GymTask(Task):
         qpos = robot.qpos0 + draw.uniform(-noise, noise, count, len(robot.qpos0))
         shape = (count, len(robot.qvel0))
         qvel = draw.normal(noise, *shape) if self.normal_velocity else draw.uniform(-noise, noise, *shape)
-        return Start(qpos, robot.qvel0 + qvel)
+        return Start(qpos, qvel)
 
 
 def measure_contacts(spec: mujoco.MjSpec) -> None:
@@ -53,6 +54,11 @@ def measure_contacts(spec: mujoco.MjSpec) -> None:
     spec.body("torso").add_site(name="torso_imu")
     site = {"objtype": mujoco.mjtObj.mjOBJ_SITE, "objname": "torso_imu"}
     spec.add_sensor(name="torso_accel", type=mujoco.mjtSensor.mjSENS_ACCELEROMETER, **site)
+
+
+def finite(fields: Fields) -> Tensor:
+    """Return [N] bool: all coordinates and velocities are finite. (A sum is finite only if all of its terms are.)"""
+    return (fields["qpos"].sum(1) + fields["qvel"].sum(1)).abs() < math.inf
 
 
 def ctrl_cost(fields: Fields, weight: float) -> Tensor:
