@@ -22,6 +22,7 @@ from mujoco_runs import ROBOT_OF, build, random_actions, task
 
 import pql.envs.mujoco as robots
 from pql.contract.env import find_factory, make_env
+from pql.engine.tape import Count
 from pql.envs.mujoco.engine import BatchEngine
 from pql.envs.mujoco.engines import measure
 from pql.envs.mujoco.env import MujocoVec
@@ -282,6 +283,30 @@ def test_time_limit_restarts_and_keeps_the_final_observation() -> None:
     assert step.obs["policy"][:, :8].abs().max() < 0.1 + 1e-6  # a start state again
     for t, action in enumerate(random_actions(env, 6)):
         assert (env.step(action).truncated == (t == 5)).all()
+
+
+def test_the_time_limit_holds_wherever_episodes_began() -> None:
+    """Steps are not read before the first of them can reach the limit."""
+    env = build("halfcheetah", 5, max_episode_steps=9, stagger=True)
+    env.reset(seed=3)
+    begun = env.state_dict()
+    for i, action in enumerate(random_actions(env, 60)):
+        if i == 31:
+            env.reset_where(torch.arange(5) < 4)
+        if i == 45:
+            env.load_state_dict(begun)
+        age = env.state_dict()["steps"] + 1
+        assert torch.equal(env.step(action).truncated, age >= 9)
+        assert torch.equal(env.state_dict()["steps"], age % 9)
+
+
+def test_a_step_in_which_no_episode_ends_makes_few_calls() -> None:
+    """With few environments their time is most of a step's beside the physics."""
+    env = build("halfcheetah", 4)
+    env.reset(seed=0), env.step(torch.zeros(4, 6))
+    with Count() as calls:
+        env.step(torch.zeros(4, 6))
+    assert calls.total <= 17, calls.names
 
 
 def test_termination_wins_over_the_time_limit() -> None:

@@ -61,15 +61,16 @@ class Seen:
         self._finish = pair.env._finish
         vars(pair.env)["_finish"] = self._catch
 
-    def _catch(self, obs: dict[str, Tensor], rows: Tensor, terminated: Tensor, *rest: Any) -> Any:
+    def _catch(self, obs: dict[str, Tensor], rows: Tensor, ends: tuple[Tensor | None, ...], *rest: Any) -> Any:
         env = self.env
         self.fields = {name: field.clone() for name, field in env.engine.fields.items()}
         self.fields |= env.task.derive(self.fields)
-        self.obs, self.reward, self.terminated, self.memory = obs, rows[0].clone(), terminated.clone(), env._memory
+        terminated = torch.zeros_like(env._yes) if ends[0] is None else ends[0].clone()
+        self.obs, self.reward, self.terminated, self.memory = obs, rows[0].clone(), terminated, env._memory
         self.ended += int(terminated.sum())
         if "success" in env.task.metrics:
             self.solved += int((rows[1 + len(env.task.terms) + env.task.metrics.index("success")] > 0).sum())
-        return self._finish(obs, rows, terminated, *rest)
+        return self._finish(obs, rows, ends, *rest)
 
 
 def gap(theirs: Tensor, ours: Tensor) -> float:

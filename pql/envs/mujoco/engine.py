@@ -6,7 +6,7 @@ on a GPU (``warp.py``). Two things depend on where the state is: an engine's ten
 """
 
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import mujoco
@@ -81,6 +81,25 @@ class Masked:
 
     def put(self, values: Tensor, new: Tensor) -> Tensor:
         return torch.where(column(self.mask, values), new, values)
+
+
+class Taken(Mapping[str, Tensor]):
+    """Fields of some rows, each taken when it is read first, and entries derived from them."""
+
+    def __init__(self, fields: Fields, rows: Rows):
+        self._fields, self._rows = fields, rows
+        self.taken: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.taken:
+            self.taken[name] = self._rows.take(self._fields[name])
+        return self.taken[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self._fields, **self.taken})
+
+    def __len__(self) -> int:
+        return len({**self._fields, **self.taken})
 
 
 class Engine(Protocol):

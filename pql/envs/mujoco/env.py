@@ -2,7 +2,7 @@
 
 import functools
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pql.contract.env import Box, EnvSpec
 from pql.envs.mujoco.curriculum import Curriculum, Levels
-from pql.envs.mujoco.engine import Engine, Fields, Masked, Rows
+from pql.envs.mujoco.engine import Engine, Masked, Rows, Taken
 from pql.envs.mujoco.engines import EngineOptions, choose, make_engine
 from pql.envs.mujoco.randomize import Randomize, Randomizer
 from pql.envs.mujoco.task import Draw, Memory, Robot, Task, check_model, load_model
@@ -115,7 +115,7 @@ class MujocoVec:
         self._yes = torch.ones(num_envs, dtype=torch.bool, device=there)
         self._no, self._zeros = ~self._yes, torch.zeros(num_envs, device=there, dtype=dtype)
         self._yes_there = self._yes.to(device)
-        self._same_host = there.type == device.type == "cpu"
+        self._on_host = there.type == device.type == "cpu" and not self.capturable  # values may be read
         self._spare = 0  # steps until an episode can reach the time limit; 0: not known
         self._renderer: Renderer | None = None  # made by the first render
         if self.capturable:
@@ -133,7 +133,7 @@ class MujocoVec:
 
     def _read_at_start(self) -> set[str]:
         """Return the names of the fields that first observations and memories are made of."""
-        fields = _Taken(self.engine.fields, Masked(self._yes))
+        fields = Taken(self.engine.fields, Masked(self._yes))
         start = self.task.start(self.spec.num_envs, Draw(torch.Generator(self.engine.device), self.engine.dtype))
         fields.taken |= self.task.derive(fields)
         self.task.observe(fields, {**start.memory, **self.task.track(fields), "level": self._levels.level})
@@ -219,7 +219,7 @@ class MujocoVec:
 
     def _late(self) -> Tensor | None:
         """Return [N] bool: the time limit is reached. None: in no environment, known from earlier steps."""
-        if self._same_host:
+        if self._on_host:
             self._spare = self._spare - 1 if self._spare else self._limit - int(self._steps.max())
             if self._spare > 0:
                 return None
@@ -238,7 +238,7 @@ class MujocoVec:
         self._keep()
         reward, *log = self._send(rows).unbind(0)
         flags = [self._no if each is None else each for each in ends]
-        if not self._same_host:
+        if not self._on_host:
             flags = [*self._send(torch.stack(flags)).unbind(0)]
         terminated, truncated, first = flags
         named = dict(zip(self.spec.log, log, strict=True))
@@ -252,7 +252,7 @@ class MujocoVec:
             self._randomizer.begin(rows, level)
         start = self.task.start(rows.count, self._draw)
         self.engine.reset(rows, start.qpos, start.qvel)
-        fields = _Taken(self.engine.fields, rows)
+        fields = Taken(self.engine.fields, rows)
         fields.taken |= self.task.derive(fields)
         memory = {**start.memory, **self.task.track(fields)}
         if self._levels.active:
@@ -362,35 +362,16 @@ class MujocoVec:
         self.engine.close()
 
     def _send_obs(self, obs: Obs) -> Obs:
-        return {**obs} if self._same_host else {name: self._send(value) for name, value in obs.items()}
+        return {**obs} if self._on_host else {name: self._send(value) for name, value in obs.items()}
 
     def _send(self, value: Tensor) -> Tensor:
-        if self._same_host:
+        if self._on_host:
             return value
         if self.spec.device.type == value.device.type:
             return value.to(self.spec.device)
         if self.spec.device.type == "cuda":
             value = value.pin_memory()  # torch's host allocator keeps it until the copy is complete
         return value.to(self.spec.device, non_blocking=True)
-
-
-class _Taken(Mapping[str, Tensor]):
-    """Fields of some rows, each taken when it is read first, and entries derived from them."""
-
-    def __init__(self, fields: Fields, rows: Rows):
-        self._fields, self._rows = fields, rows
-        self.taken: dict[str, Tensor] = {}
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self.taken:
-            self.taken[name] = self._rows.take(self._fields[name])
-        return self.taken[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter({**self._fields, **self.taken})
-
-    def __len__(self) -> int:
-        return len({**self._fields, **self.taken})
 
 
 def _either(*masks: Tensor | None) -> Tensor | None:
