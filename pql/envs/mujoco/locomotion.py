@@ -121,11 +121,8 @@ class Ant(Runner):
         # the reference differentiates the torso's frame, which is one substep behind qpos
         return fields["xpos"][:, 1, 0]
 
-    def derive(self, fields: Fields) -> Fields:
-        return {"forces": fields["cfrc_ext"].flatten(1).clamp(-1.0, 1.0)}  # [N, 14 * 6]
-
     def observe(self, fields: Fields, memory: Memory) -> Obs:
-        forces = fields["forces"][:, 6:]  # body 0 is the world
+        forces = fields["cfrc_ext"][:, 1:].flatten(1).clamp(-1.0, 1.0)  # [N, 13 * 6]; body 0 is the world
         return {"policy": torch.cat((fields["qpos"][:, 2:], fields["qvel"], forces), 1)}
 
     def healthy(self, fields: Fields) -> Tensor:
@@ -134,10 +131,11 @@ class Ant(Runner):
 
     def judge(self, fields: Fields, memory: Memory) -> Verdict:
         gained, healthy = self.gained(fields, memory), self.healthy(fields)
+        forces = fields["cfrc_ext"].flatten(1).clamp(-1.0, 1.0)
         terms = {
             "reward_forward": gained / self.dt,
             "reward_ctrl": ctrl_cost(fields, 0.5),
-            "reward_contact": fields["forces"].square().sum(1).mul_(-5e-4),
+            "reward_contact": forces.square_().sum(1).mul_(-5e-4),
             "reward_survive": healthy.to(gained),
         }
         return Verdict(terms, ~healthy, {"distance": gained})
