@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -39,10 +40,13 @@ def profile(overrides: Sequence[str], path: Path, ticks: int) -> int:
     config = compose(overrides)
     if config.algo.schedule == "replicas":
         raise ConfigError("algo.schedule", "replicas", "another: replicas have no common tick")
+    if config.task.name == "remote":
+        raise ConfigError("task", "remote", "the simulator's own task, without actors")
     if ticks < 1:
         raise ConfigError("--ticks", ticks, "at least 1")
-    with writing("--out", path, "file"):
-        path.touch()
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ConfigError("--out", str(path), "a file in a folder that exists and can be written to")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # before torch is loaded
     with guarded(), closing(Console("pql profile", {})) as console:
         with console.doing("building the simulator and the networks"):
             parts = build(config)
@@ -57,11 +61,11 @@ def profile(overrides: Sequence[str], path: Path, ticks: int) -> int:
                     parts.schedule.tick()
                 seconds, busy = measured(parts, ticks)
             with console.doing("profiling"):
-                trace = traced(parts, ticks, path)
+                trace, slower = traced(parts, ticks, path)
         finally:
             parts.close()
     work, on_gpu = work_of(trace, list(parts.workers))
-    print(profile_report(parts, Profiled(seconds, busy, work, ticks, on_gpu)))
+    print(profile_report(parts, Profiled(seconds, busy, work, ticks, on_gpu, slower)))
     print(f"trace: {path} (ui.perfetto.dev shows it)")
     return 0
 
@@ -92,9 +96,9 @@ def finish(parts: "Parts") -> None:
                 torch.cuda.synchronize(device)
 
 
-def traced(parts: "Parts", ticks: int, path: Path) -> list[dict[str, Any]]:
+def traced(parts: "Parts", ticks: int, path: Path) -> tuple[list[dict[str, Any]], float]:
     """Make ``ticks`` ticks under PyTorch's profiler, with a range of each worker's name around its work; write the
-    trace to ``path``, and return its events."""
+    trace to ``path``, and return its events and the seconds of a tick."""
     import torch
     from torch._C._profiler import _ExperimentalConfig  # no other way to see the workers' threads
     from torch.profiler import ProfilerActivity
@@ -102,14 +106,16 @@ def traced(parts: "Parts", ticks: int, path: Path) -> list[dict[str, Any]]:
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
     everywhere = _ExperimentalConfig(profile_all_threads=True)
     with ranges(parts), torch.profiler.profile(activities=kinds, experimental_config=everywhere) as recorded:
+        began = time.perf_counter()
         for _ in range(ticks):
             parts.schedule.tick()
         finish(parts)
+        seconds = (time.perf_counter() - began) / ticks
     with writing("--out", path, "file"):
         recorded.export_chrome_trace(str(path))
         read = gzip.open if path.suffix == ".gz" else open
         with read(path, "rt") as file:
-            return json.load(file)["traceEvents"]
+            return json.load(file)["traceEvents"], seconds
 
 
 @contextmanager
@@ -140,6 +146,7 @@ class Profiled(NamedTuple):
         seconds: of a tick.
         busy: worker -> share of a tick in which it works.
         work: worker -> its kernels in ``ticks`` ticks, or operations where it is not ``on_gpu``.
+        traced: seconds of a tick under the profiler, in which ``work`` was measured.
     """
 
     seconds: float
@@ -147,6 +154,7 @@ class Profiled(NamedTuple):
     work: "Mapping[str, Work]"
     ticks: int
     on_gpu: bool
+    traced: float
 
     def per(self, worker: str, amount: float) -> float:
         """Return a worker's kernels per step or update, of which a tick has ``amount``."""
@@ -154,7 +162,7 @@ class Profiled(NamedTuple):
 
     def running(self, worker: str) -> float:
         """Return the share of a tick in which a worker's kernels run; above 1 if several run at once."""
-        return 1e-6 * self.work[worker].us / self.ticks / self.seconds
+        return 1e-6 * self.work[worker].us / self.ticks / (self.seconds if self.on_gpu else self.traced)
 
 
 def profile_report(parts: "Parts", found: Profiled) -> str:

@@ -17,12 +17,13 @@ def warm_up(overrides: Sequence[str]) -> int:
     with guarded(), closing(Console("pql warm-up", {})) as console:
         with console.doing("building the simulator and the networks"):
             parts = build(config)
+        device = parts.machine.devices["collector"]
         try:
             built = time.monotonic()
             with console.doing("compiling", parts.preparation):
                 parts.prepare()
         finally:
             parts.close()
-    run = f"{config.algo.name} on {config.task.title}, {config.num_envs:,} environments on {config.device}"
+    run = f"{config.algo.name} on {config.task.title}, {config.num_envs:,} environments on {device}"
     print(f"{run}: built in {built - began:.1f} s, compiled in {time.monotonic() - built:.1f} s")
     return 0

@@ -8,6 +8,7 @@ collectives. Regions with equal operations and shapes, such as the updates of a 
 Inductor runs in its deterministic mode: it picks kernels without measuring, so that every process makes the same ones.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from operator import getitem
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from torch import Generator, Tensor
 
 from pql.engine.forms import ALIGNED, FORMS, cast_views
 from pql.engine.inductor import inductor
+from pql.engine.interrupt import asked
 from pql.engine.recorder import (
     Call,
     Made,
@@ -66,6 +68,7 @@ class Region:
         self.outputs = [made for made in created if made in needed]
         given = dict.fromkeys(ref for call in calls for ref in call.inputs())
         self.inputs = [ref for ref in given if ref not in created]
+        self._check_views()
         self.groups = self._groups()
         grouped = {ref for group in self.groups for ref in group.members}
         self.single = [ref for ref in self.inputs if ref not in grouped]
@@ -73,6 +76,8 @@ class Region:
         self.fixed = [self._base(group) for group in self.groups]
         self.first = key not in shared
         if self.first:
+            if asked():
+                raise KeyboardInterrupt
             shared[key] = inductor(self._module(), [*self.fixed, *map(self._example, self.single)], key)
         self.function = shared[key]
 
@@ -118,6 +123,15 @@ class Region:
 
     def _example(self, ref: Made | Outside) -> Tensor:
         return self._layout(ref).empty() if isinstance(ref, Made) else self._outside(ref).detach()
+
+    def _check_views(self) -> None:
+        """Refuse to write a result of an earlier region of which another view is read: Inductor takes them for two."""
+        root = self.recorder.root
+        written = {root(ref) for call in self.calls for ref in written_by(call)}
+        for key in written:
+            views = [ref for ref in self.inputs if root(ref) == key]
+            if len(views) > 1 and any(isinstance(ref, Made) for ref in views):
+                raise NotCompiledError("it writes a result of which it reads another view")
 
     def _groups(self) -> list[SharedStorage]:
         """Return the inputs that share a storage, by storage: Inductor must know that writing one changes another."""
@@ -210,9 +224,12 @@ def varied(tensor: Tensor) -> Tensor:
 
 
 def relative(one: Tensor, two: Tensor, before: Tensor | None = None) -> float:
-    """Return how far two results of equal shape are apart, relative to the second or to its change."""
+    """Return how far two results of equal shape are apart, relative to the second or to its change; inf if what is NaN
+    or infinite in one is not so in the other."""
     if not two.is_floating_point():
         return float((one != two).double().mean()) if two.numel() else 0.0
+    if not one.isfinite().equal(two.isfinite()):
+        return math.inf
     one, two = (torch.nan_to_num(t.double(), posinf=0.0, neginf=0.0) for t in (one, two))
     size = two.norm() if before is None else (two - before.double().nan_to_num()).norm()
     apart = (one - two).norm()

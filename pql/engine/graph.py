@@ -18,6 +18,7 @@ from torch import Generator, Tensor
 
 from pql.engine.compiled import Program, compile_body
 from pql.engine.inductor import Choice, no_compiler
+from pql.engine.interrupt import asked
 from pql.errors import ConfigError, PqlWarning, first_line
 
 WARMUP = 3
@@ -169,11 +170,13 @@ class Graph:
         if self.fixed or not self.wanted:
             return
         self.preparing = True
-        with self.place(), self.unchanged() as restore:
-            if self.compile != "off":
-                self._compile(restore)
-            self.graph = self.take() if self.capture else None
-        self.preparing = False
+        try:
+            with self.place(), self.unchanged() as restore:
+                if self.compile != "off":
+                    self._compile(restore)
+                self.graph = self.take() if self.capture else None
+        finally:
+            self.preparing = False
 
     @contextmanager
     def unchanged(self) -> Iterator[Callable[[], None]]:
@@ -201,6 +204,8 @@ class Graph:
                 restore()
                 why = program.difference()
             except Exception as error:  # Inductor's errors have no common type
+                if asked():  # the signal may have reached the C++ compiler
+                    raise KeyboardInterrupt from error
                 why = first_line(error)
             restore()
         if why is None:

@@ -3,6 +3,7 @@
 import hashlib
 import importlib.util
 import os
+import shlex
 import shutil
 import sysconfig
 import warnings
@@ -63,13 +64,18 @@ def cacheable() -> dict[str, str]:
     return {f"{forms.__name__}.{one.__name__}": source for one in own}
 
 
+def _found(variable: str, *programs: str) -> bool:
+    given = shlex.split(os.environ.get(variable, ""))[:1]
+    return any(map(shutil.which, given or programs))
+
+
 def no_compiler(device: torch.device) -> str | None:
     """Return what Inductor lacks to compile for a device, or None."""
-    compilers = [c for c in (os.environ.get("CC"), os.environ.get("CXX"), "cc", "gcc", "g++", "clang") if c]
-    if not any(shutil.which(c) for c in compilers):
-        return "no C compiler was found; install gcc or set CC"
     if device.type != "cuda":
-        return None
+        found = _found("CXX", "g++", "clang++")
+        return None if found else "no C++ compiler was found; install g++ or set CXX"
+    if not _found("CC", "cc", "gcc", "clang"):
+        return "no C compiler was found; install gcc or set CC"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if not (Path(sysconfig.get_path("include")) / "Python.h").exists():

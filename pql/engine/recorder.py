@@ -93,6 +93,7 @@ class Recorder(Tape):
         self.segments: list[tuple[list[Call], set[Made]]] = []
         self._known: Any = WeakIdKeyDictionary()
         self._made: list[weakref.ref[Tensor]] = []
+        self._roots: list[Made | int] = []
         self._calls: list[Call] = []
         self._storages: dict[int, StorageWeakRef] = {}  # of results, by address
 
@@ -119,10 +120,12 @@ class Recorder(Tape):
 
     def _result(self, leaf: Any, given: Sequence[Tensor]) -> Any:
         if isinstance(leaf, Tensor) and leaf not in self._known:
-            self._known[leaf] = Made(len(self._made))
+            self._known[leaf] = made = Made(len(self._made))
             storage = leaf.untyped_storage()
-            if storage.nbytes() and all(storage._cdata != source.untyped_storage()._cdata for source in given):
+            source = next((one for one in given if one.untyped_storage()._cdata == storage._cdata), None)
+            if storage.nbytes() and source is None:
                 self._storages[storage.data_ptr()] = StorageWeakRef(storage)
+            self._roots.append(made if source is None else self.root(self._known[source]))
             self._made.append(weakref.ref(leaf))
             self.layouts.append(layout_of(leaf))
         return self._known[leaf] if isinstance(leaf, Tensor) else leaf
@@ -130,6 +133,12 @@ class Recorder(Tape):
     def reference(self, tensor: Tensor) -> Made | Outside | None:
         """Return the reference to a tensor (any shape); None: it is not in the recording."""
         return cast("Made | Outside | None", self._known.get(tensor))
+
+    def root(self, ref: Made | Outside) -> Made | int:
+        """Return what tensors in the same storage have in common: the first result in it, or where it was before."""
+        if isinstance(ref, Made):
+            return self._roots[ref.number]
+        return int(self.outside[ref.number].untyped_storage()._cdata)
 
     def end_segment(self) -> None:
         """End a segment: what follows is compiled apart."""

@@ -3,8 +3,9 @@
 import math
 import queue
 import threading
+import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -22,7 +23,7 @@ from pql.engine.deadlines import Limit, idle_get, start_limit, step_limit
 from pql.engine.graph import Execution, Graph, clone_state
 from pql.engine.inductor import Choice
 from pql.engine.watchdog import Watch, watching
-from pql.errors import ConfigError, HungError, RunError, first_line
+from pql.errors import ConfigError, HungError, PqlWarning, RunError, first_line
 from pql.run.environment import build_env, staggered
 from pql.run.episodes import EpisodeRules, Evaluation, StoppedError, check_acting_epsilon, run_episodes
 from pql.run.log.film import Filmer
@@ -57,10 +58,15 @@ class CapturedEnv:
         self._graph = Graph(self._body, env.spec.device, env.generators, cast(Any, env), execution)
 
     def prepare(self) -> None:
-        """Prepare the environments and capture a step; if that fails, steps are launched. Called once."""
+        """Prepare the environments and capture a step; if that fails, one line says why, and steps are launched."""
         make_ready(self._env)
-        with nullcontext() if self._graph.required else suppress(Exception):  # the collector's capture says why
+        try:
             self._graph.prepare()
+        except Exception as error:  # simulators' errors have no common type
+            if self._graph.required:
+                raise
+            why = first_line(error)
+            warnings.warn(f"a step of the evaluation is not captured, {why}", PqlWarning, stacklevel=2)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._env, name)

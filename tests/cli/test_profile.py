@@ -75,6 +75,8 @@ def test_a_run_is_profiled_and_its_trace_names_the_workers(tmp_path, capsys):
     work, _ = work_of(events, ["collector", "v", "p"])
     assert float(table["v"][2]) == round(work["v"].count / 3 / 2)  # two critic updates a tick
     assert work["v"].count > 30
+    for name in ("v", "p", "collector"):
+        assert 0 < float(table[name][-1].rstrip("%")) <= 100  # a worker is one thread
     assert table["collector"][3:6] == ["per", "env", "step"]
     assert "the tick is bounded by" in said
     assert f"trace: {out}" in said
@@ -112,7 +114,7 @@ class Parts:
 )
 def test_what_to_change_follows_from_the_numbers(kernels, us, busy, compiled, captured, want):
     work = {"v": Work(kernels, us), "p": Work(), "collector": Work()}
-    found = Profiled(0.01, {"v": busy, "collector": 0.5}, work, 1, True)
+    found = Profiled(0.01, {"v": busy, "collector": 0.5}, work, 1, True, 0.02)
     assert [*hints(Parts(compiled, {"whole": captured}), found)] == want
 
 
@@ -121,5 +123,8 @@ def test_what_cannot_be_profiled_is_refused(capsys, tmp_path):
     assert capsys.readouterr().err == "pql: algo.schedule=replicas: expected another: replicas have no common tick\n"
     assert main(["profile", "task=pendulum", "--ticks", "0"]) == 2
     assert capsys.readouterr().err == "pql: --ticks=0: expected at least 1\n"
-    assert main(["profile", "task=pendulum", "--out", str(tmp_path / "none" / "trace.json")]) == 2
-    assert "--out=" in capsys.readouterr().err
+    assert main(["profile", "task=remote", "algo=pql"]) == 2
+    assert capsys.readouterr().err == "pql: task=remote: expected the simulator's own task, without actors\n"
+    for path in (tmp_path / "none" / "trace.json", tmp_path):
+        assert main(["profile", "task=pendulum", "--out", str(path)]) == 2
+        assert f"--out={path}: expected a file in a folder that exists" in capsys.readouterr().err

@@ -1,6 +1,8 @@
 """Compiled bodies: the operations of every family as regions give the numbers of the eager body."""
 
+import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -15,7 +17,7 @@ from test_cpu_graph import RUNS, Owner
 from torch import Generator
 
 from pql.cli.main import main
-from pql.engine import compiled, inductor
+from pql.engine import compiled, graph, inductor
 from pql.engine.compiled import Region, compile_body, relative
 from pql.engine.executors import Inline, Threads
 from pql.engine.forms import adamw_, product, sum_and_product
@@ -240,6 +242,43 @@ def test_writing_a_vector_shows_in_its_parts_and_the_other_way_round(plain):
     replays(body, owner)
 
 
+@pytest.mark.parametrize("write", ["whole", "part"])
+def test_writing_a_result_of_which_an_earlier_region_has_another_view_is_refused(plain, write):
+    gen, out = torch.Generator(), torch.zeros(4)
+
+    def body():
+        whole = out + 1.0
+        part = whole[:2]
+        drawn = torch.bernoulli(out.clamp(0, 1), generator=gen)  # divides the body
+        (whole if write == "whole" else part).add_(drawn[0] + 10.0)
+        out[2:].copy_(part * 2)
+        out.add_(whole)
+
+    with pytest.raises(NotCompiledError, match="of which it reads another view"):
+        compile_body(body, [gen])
+
+
+def test_numbers_that_are_not_finite_in_one_result_alone_are_a_difference():
+    nan, inf = math.nan, math.inf
+    numbers = torch.tensor([1.0, nan, inf, 0.0])
+    assert relative(numbers, numbers.clone()) == 0.0
+    for other in ([1.0, nan, inf, nan], [1.0, 0.0, inf, 0.0], [1.0, nan, 9.0, 0.0]):
+        assert relative(torch.tensor(other), numbers) == inf
+
+
+def test_a_signal_ends_compilation(monkeypatch, plain):
+    monkeypatch.setattr(Graph, "place", lambda self: torch.no_grad())
+    monkeypatch.setattr(Graph, "finish", lambda self: None)
+    owner = Owner(x=torch.full((3,), 4.0))
+    one = graph_of(owner, "on")
+    for module in (compiled, graph):
+        monkeypatch.setattr(module, "asked", lambda: True)
+    with pytest.raises(KeyboardInterrupt):
+        one.prepare()
+    assert owner.tensors["x"].tolist() == [4.0] * 3
+    assert not one.preparing
+
+
 def test_a_result_used_behind_the_recordings_back_is_refused():
     x = torch.zeros(3)
 
@@ -289,11 +328,12 @@ def test_a_missing_compiler_or_an_exception_leaves_the_eager_body(monkeypatch, f
     monkeypatch.setattr(Graph, "finish", lambda self: None)
     if fails == "compiler":
         monkeypatch.setattr(inductor.shutil, "which", lambda name: None)
-    why = {"inductor": "RuntimeError: no kernel", "compiler": "no C compiler was found; install gcc or set CC"}[fails]
+    lacking = "no C++ compiler was found; install g++ or set CXX"
+    why = lacking if fails == "compiler" else "RuntimeError: no kernel"
     owner = Owner(x=torch.full((3,), 4.0))
     one = graph_of(owner)
     one.compile = "auto"
-    with pytest.warns(PqlWarning, match=f"the updates of v: not compiled, {why}$"):
+    with pytest.warns(PqlWarning, match=f"the updates of v: not compiled, {re.escape(why)}$"):
         one.prepare()
     one()
     assert owner.tensors["x"].tolist() == [3.0] * 3

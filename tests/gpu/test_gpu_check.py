@@ -247,6 +247,7 @@ def test_kernels_are_counted_where_they_are_launched():
         ({kernels.LEARNER: (80, 22), kernels.STEP: (33, 4)}, 1, "at most 79, 24: TOO MANY\n"),
         ({kernels.LEARNER: (72, 25), kernels.STEP: (33, 4)}, 1, "at most 79, 24: TOO MANY\n"),
         ({"another": (1, 0)}, 1, "ppo, another: 1 kernels, of these 0 products; at most 0, 0: TOO MANY\n"),
+        ({kernels.STEP: (33, 4)}, 1, "ppo: not compiled: the updates of worker learner\n"),
     ],
 )
 def test_more_kernels_than_the_bounds_are_an_error(monkeypatch, capsys, now, status, said):

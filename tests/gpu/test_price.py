@@ -39,6 +39,19 @@ def test_ticks_take_what_was_measured():
     assert seconds_of({"steps/env": 558_000}, ppo, (27, 8), COSTS["first"]) == pytest.approx(1.0, rel=0.01)
 
 
+def test_runs_without_a_price_are_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(price, "sizes_of", lambda run: (3, 1))
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"steps/env": 1, "eval/return_mean": 0.0}) + "\n")
+    for written, said in (
+        ({"task": {"name": "pendulum"}, "num_envs": 8}, "task=pendulum: expected one whose speed is known here: ant,"),
+        ({"task": {"name": "ant"}, "algo": {"name": "dqn", "v_per_step": 1}}, "algo=dqn: expected an actor-critic"),
+    ):
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(written))
+        with pytest.raises(SystemExit):
+            price.main([str(tmp_path)])
+        assert said in capsys.readouterr().err
+
+
 def test_copies_of_runs_show_estimated_seconds(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(price, "sizes_of", lambda run: (27, 8))
     run = tmp_path / "ant"

@@ -175,7 +175,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     worst = 0
     for case, (settings, bounds) in CASES.items():
         if only in (None, case):
-            for name, *now in count(settings):
+            found = [*count(settings)]
+            if missing := {*bounds} - {name for name, *_ in found}:
+                print(f"{case}: not compiled: {', '.join(sorted(missing))}")
+                worst = 1
+            for name, *now in found:
                 most = [int(SPARE * n) for n in bounds.get(name, (0, 0))]
                 over = any(n > m for n, m in zip(now, most, strict=True))
                 worst |= over

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pql.errors import ConfigError
 from pql.reports.runs import flat, read_config
 
 
@@ -72,11 +73,18 @@ def update_us(settings: Mapping[str, Any], obs: int, actions: int, cost: Cost) -
     return v, p
 
 
+def steps_of(settings: Mapping[str, Any]) -> float:
+    """Return the env steps per second of a run's task. Raises ``ConfigError``: it is not known."""
+    if (name := settings["task.name"]) not in STEPS:
+        raise ConfigError("task", name, f"one whose speed is known here: {', '.join(STEPS)}")
+    return STEPS[name]
+
+
 def tick_seconds(settings: Mapping[str, Any], obs: int, actions: int, cost: Cost) -> float:
     """Return the seconds of a tick of an off-policy run; arguments as those of :func:`update_us`."""
     v, p = update_us(settings, obs, actions, cost)
     updates = settings["algo.v_per_step"]
-    step = 1e6 * settings["num_envs"] / STEPS[settings["task.name"]]
+    step = 1e6 * settings["num_envs"] / steps_of(settings)
     *others, longest = sorted((v * updates, p * updates * settings["algo.p_per_v"], step))
     return 1e-6 * (longest + OVERLAP * sum(others))
 
@@ -85,7 +93,7 @@ def seconds_of(row: Mapping[str, Any], settings: Mapping[str, Any], sizes: tuple
     """Return the estimated seconds up to a row of metrics; ``sizes``: of an observation and an action."""
     steps = row["steps/env"]
     if "algo.v_per_step" not in settings:
-        return float(steps / (SHARE * STEPS[settings["task.name"]]))
+        return float(steps / (SHARE * steps_of(settings)))
     return float(steps / settings["num_envs"] * tick_seconds(settings, *sizes, cost))
 
 
@@ -104,6 +112,8 @@ def sizes_of(run: Path) -> tuple[int, int]:
 def price(run: Path, cost: Cost, out: Path | None) -> list[dict[str, float]]:
     """Return a run's evaluations at estimated seconds; write a copy of it below ``out``."""
     settings, sizes = flat(read_config(run)), sizes_of(run)
+    if "algo.v_per_step" in settings and "algo.policy.hidden" not in settings:
+        raise ConfigError("algo", settings["algo.name"], "an actor-critic, or PPO")
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for row in rows:
         row["time/seconds"] = seconds_of(row, settings, sizes, cost)
@@ -125,8 +135,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="folder for copies of the runs")
     args = parser.parse_args(argv)
     for run in args.runs:
+        try:
+            rows = price(run, COSTS[args.kernels], args.out)
+        except ConfigError as error:
+            parser.error(f"{run}: {error}")
         print(f"{run.name}: estimated GPU seconds, env steps, critic updates, return")
-        for row in price(run, COSTS[args.kernels], args.out):
+        for row in rows:
             first, *others = row.values()
             print(f"{first:8.1f} " + " ".join(f"{value:12,.0f}" for value in others))
 

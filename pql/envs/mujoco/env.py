@@ -75,7 +75,7 @@ class MujocoVec:
     Observations, rewards and terminations of Gymnasium's tasks equal those of its ``-v5`` classes on the same model. In
     addition, a simulation whose state diverges (not finite, or beyond 1e10) is restarted in the same step: its row is
     ``truncated`` with ``final_ok=False`` and zero reward, and ``log["diverged"]`` counts it, so observations are always
-    finite. (An action of NaN gives a reward of NaN.)
+    finite, unless an action is NaN, which may stay in a task's memory until the episode ends.
 
     Every tensor of a ``Step`` is new, except ``valid`` and flags that are equal in all environments, which are shared
     between steps. All may be kept, and none may be written to. With physics on Warp a step can be captured in a
