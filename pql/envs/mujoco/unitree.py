@@ -169,7 +169,7 @@ HIP, CALF = servo(0.004026312, 23.7), servo(0.009059202, 35.55)  # a rotor of 1.
 class Go1(Unitree):
     """Go1: 48 observations, 12 actions (joint targets, up to ``action_scale`` times .37 rad from the pose; calves .25)."""
 
-    name, robot_name, contacts = "go1_velocity", "go1", (9, 34)
+    name, robot_name, contacts = "go1_velocity", "go1", (13, 39)
     obs_size, action_size = 48, 12
     joints: ClassVar[dict[str, Joint]] = {
         f"{leg}_{name}_joint": Joint(pose, drive)
@@ -229,7 +229,7 @@ PARTS = {
 class G1(Unitree):
     """G1: 99 observations, 29 actions (joint targets, up to ``action_scale`` times .07 to .55 rad from the pose)."""
 
-    name, robot_name, contacts = "g1_velocity", "g1", (9, 29)
+    name, robot_name, contacts = "g1_velocity", "g1", (10, 35)
     obs_size, action_size = 99, 29
     joints: ClassVar[dict[str, Joint]] = {
         f"{name}_joint": Joint(pose, drive) for name, (pose, drive, _) in PARTS.items()
