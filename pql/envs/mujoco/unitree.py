@@ -167,7 +167,8 @@ HIP, CALF = servo(0.004026312, 23.7), servo(0.009059202, 35.55)  # a rotor of 1.
 
 
 class Go1(Unitree):
-    """Go1: 48 observations, 12 actions (joint targets, up to ``action_scale`` times .37 rad from the pose; calves .25)."""
+    """Go1: 48 observations, 12 actions (targets of joints, up to ``action_scale`` times .37 rad from the pose; calves
+    .25)."""
 
     name, robot_name, contacts = "go1_velocity", "go1", (13, 39)
     obs_size, action_size = 48, 12
