@@ -159,7 +159,7 @@ class Velocity(Task):
     def start(self, count: int, draw: Draw) -> Start:
         robot, size = self.robot, len(self.joints)
         qpos, qvel = robot.qpos0.repeat(count, 1), robot.qvel0.repeat(count, 1)
-        qpos[:, 2] = self.height
+        qpos[:, 2].fill_(self.height)  # an assignment would copy the number to the device
         qpos[:, self._q] = robot.ctrl_middle * draw.uniform(1 - self.spread, 1 + self.spread, count, size)
         qvel[:, self._v] = draw.uniform(-0.1, 0.1, count, size)
         action = torch.zeros(count, size, device=robot.device, dtype=robot.dtype)
