@@ -45,8 +45,7 @@ class MujocoSettings:
         contact_forces: false: observe only positions and velocities; for tasks with a ``joints`` variant.
         action_scale: for velocity tasks: factor on how far an action of 1 moves a servo's target, relative to the
             original task; or ``limits``: as far as the joint's limit. None: the task's.
-        legacy: for Unitree's robots: the earlier reward, commands and ends of episodes, of older
-            figures.
+        legacy: for Unitree's robots: the earlier reward, commands and ends of episodes.
     """
 
     threads: int = 0
@@ -74,7 +73,7 @@ class Maker:
 
     task: type[Task]
     joints: type[Task] | None = None  # variant that observes only positions and velocities
-    legacy: type[Task] | None = None  # variant with an earlier release's reward
+    legacy: type[Task] | None = None  # variant with the earlier reward
 
     @takes(MujocoSettings)
     def __call__(self, num_envs: int = 64, device: str | torch.device = "cpu", **keywords: Any) -> MujocoVec:
@@ -87,8 +86,8 @@ class Maker:
         return describe(self.variant(settings), num_envs, torch.device(device), _options(num_envs, settings))
 
     def variant(self, settings: MujocoSettings) -> type[Task]:
-        """Return the task class with or without contact forces in its observation, with an earlier release's reward
-        or today's, and with ``action_scale``."""
+        """Return the task class with or without contact forces in its observation, with the earlier reward or
+        today's, and with ``action_scale``."""
         chosen = self.task
         variants = (("contact_forces", True, self.joints, "joints"), ("legacy", False, self.legacy, "legacy"))
         for name, usual, variant, field in variants:
@@ -99,7 +98,7 @@ class Maker:
                 continue
             if variant is None:
                 others = ", ".join(task for task, maker in TASKS.items() if getattr(maker, field))
-                raise ConfigError(name, value, f"{str(usual).lower()}: the other form exists only of {others}")
+                raise ConfigError(name, value, f"{str(usual).lower()}: only {others} have both forms")
             chosen = variant
         return scaled(chosen, settings.action_scale)
 
