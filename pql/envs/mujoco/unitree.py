@@ -3,9 +3,9 @@
 Robots and servos are those of mjlab's velocity tasks (Zakka et al., mujocolab/mjlab 1.6.0), with servo gains computed
 from the motors' inertias; observations and their scales are legged_gym's (Rudin et al. 2021). Reward terms and their
 weights are those of MuJoCo Playground's joystick tasks (Zakka et al. 2025), and an episode ends by tilt, as in mjlab's
-tasks. ``docs/tasks/differences.md`` lists what differs from both. ``Legacy`` is the earlier reward, a
-subset of mjlab's, of which a robot that stands still earns two thirds of the maximum. Actions are clamped at
-``action_scale`` times mjlab's unit (mjlab does not clamp).
+tasks. ``docs/tasks/differences.md`` lists what differs from both. ``Legacy`` is the earlier reward, a subset of
+mjlab's, of which a robot that stands still earns two thirds of the maximum. Actions are clamped at ``action_scale``
+times mjlab's unit (mjlab does not clamp).
 """
 
 import math
