@@ -235,8 +235,8 @@ SCRIPTED = {  # task: environments, steps, and by how much its policy by hand ea
     "shadow_hand_openai": (16, 45, 0.25),
     "allegro_hand": (16, 45, 0.3),
     "anymal": (24, 60, 0.002),
-    "go1_velocity": (24, 60, 0.03),
-    "g1_velocity": (24, 60, 0.03),
+    "go1_velocity": (24, 60, 0.003),
+    "g1_velocity": (24, 60, 0.003),
 }
 
 

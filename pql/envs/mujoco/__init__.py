@@ -45,6 +45,7 @@ class MujocoSettings:
         contact_forces: false: observe only positions and velocities; for tasks with a ``joints`` variant.
         action_scale: for velocity tasks: factor on how far an action of 1 moves a servo's target, relative to the
             original task; or ``limits``: as far as the joint's limit. None: the task's.
+        legacy: for Unitree's robots: the earlier reward, commands and ends of episodes.
     """
 
     threads: int = 0
@@ -57,6 +58,7 @@ class MujocoSettings:
     contacts: Sequence[int] | None = None
     contact_forces: bool = True
     action_scale: float | str | None = None
+    legacy: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class Maker:
 
     task: type[Task]
     joints: type[Task] | None = None  # variant that observes only positions and velocities
+    legacy: type[Task] | None = None  # variant with the earlier reward
 
     @takes(MujocoSettings)
     def __call__(self, num_envs: int = 64, device: str | torch.device = "cpu", **keywords: Any) -> MujocoVec:
@@ -83,16 +86,21 @@ class Maker:
         return describe(self.variant(settings), num_envs, torch.device(device), _options(num_envs, settings))
 
     def variant(self, settings: MujocoSettings) -> type[Task]:
-        """Return the task class with or without contact forces in its observation, and with ``action_scale``."""
-        contact_forces, action_scale = settings.contact_forces, settings.action_scale
-        if not isinstance(contact_forces, bool):
-            raise ConfigError("contact_forces", contact_forces, "true or false")
-        if contact_forces:
-            return scaled(self.task, action_scale)
-        if self.joints is None:
-            names = ", ".join(name for name, maker in TASKS.items() if maker.joints)
-            raise ConfigError("contact_forces", contact_forces, f"true: only {names} can be used without")
-        return scaled(self.joints, action_scale)
+        """Return the task class with or without contact forces in its observation, with the earlier reward or
+        today's, and with ``action_scale``."""
+        chosen = self.task
+        variants = (("contact_forces", True, self.joints, "joints"), ("legacy", False, self.legacy, "legacy"))
+        for name, usual, variant, field in variants:
+            value = getattr(settings, name)
+            if not isinstance(value, bool):
+                raise ConfigError(name, value, "true or false")
+            if value is usual:
+                continue
+            if variant is None:
+                others = ", ".join(task for task, maker in TASKS.items() if getattr(maker, field))
+                raise ConfigError(name, value, f"{str(usual).lower()}: only {others} have both forms")
+            chosen = variant
+        return scaled(chosen, settings.action_scale)
 
 
 def scaled(task: type[Task], action_scale: float | str | None) -> type[Task]:
@@ -153,8 +161,8 @@ isaac_humanoid = Maker(isaac_humanoids.IsaacHumanoid)
 anymal = Maker(anymals.Anymal)
 ballbalance = Maker(ball.BallBalance)
 ballbalance_pixels = Maker(ball.BallBalancePixels)
-go1_velocity = Maker(unitree.Go1)
-g1_velocity = Maker(unitree.G1)
+go1_velocity = Maker(unitree.Go1, legacy=unitree.Go1Legacy)
+g1_velocity = Maker(unitree.G1, legacy=unitree.G1Legacy)
 shadow_hand = Maker(shadow_hands.ShadowHand)
 shadow_hand_full = Maker(shadow_hands.ShadowHandFull)
 shadow_hand_full_no_vel = Maker(shadow_hands.ShadowHandFullNoVel)

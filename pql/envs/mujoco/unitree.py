@@ -1,9 +1,11 @@
 """Unitree's Go1 and G1: follow commanded velocities on flat ground (based on :mod:`.velocity`).
 
-Robots, servos and rewards are those of mjlab's velocity tasks (Zakka et al., mujocolab/mjlab 1.6.0), with servo gains
-computed from the motors' inertias; observations and their scales are legged_gym's (Rudin et al. 2021). Simplified
-relative to mjlab as listed in ``docs/tasks/differences.md``: commands, reward terms, ends and starts of episodes, G1's
-soles and friction. Actions are clamped at ``action_scale`` times mjlab's unit (mjlab does not clamp).
+Robots and servos are those of mjlab's velocity tasks (Zakka et al., mujocolab/mjlab 1.6.0), with servo gains computed
+from the motors' inertias; observations and their scales are legged_gym's (Rudin et al. 2021). Reward terms and their
+weights are those of MuJoCo Playground's joystick tasks (Zakka et al. 2025), and an episode ends by tilt, as in mjlab's
+tasks. ``docs/tasks/differences.md`` lists what differs from both. ``Legacy`` is the earlier reward, a subset of
+mjlab's, of which a robot that stands still earns two thirds of the maximum. Actions are clamped at ``action_scale``
+times mjlab's unit (mjlab does not clamp).
 """
 
 import math
@@ -28,27 +30,46 @@ def servo(armature: float, effort: float) -> Servo:
     return Servo(stiffness, 2 * 2.0 * armature * pace, effort, reach=0.25 * effort / stiffness, armature=armature)
 
 
+WEIGHTS = {  # per second; Playground's Go1JoystickFlatTerrain, except pose: G1JoystickFlatTerrain
+    "linear": 1.0,
+    "angular": 0.5,
+    "vertical": -0.5,
+    "tilt_rate": -0.05,
+    "tilt": -5.0,
+    "torque": -2e-4,
+    "energy": -1e-3,
+    "limits": -1.0,
+    "action_rate": -0.01,
+    "stand_still": -1.0,
+    "pose": -0.1,
+}
+SIGMA = 0.25  # (m/s)^2 and (rad/s)^2: width of both tracking terms
+UNIT = 0.5  # rad: Playground's action scale, in which changes of actions are counted
+AT_REST = 0.01  # norm of a command below which the robot is to stand still
+FALLEN = math.cos(math.radians(70.0))  # mjlab's limit of the base's tilt
+
+
 class Unitree(Velocity):
-    """Reward per second: 2 exp(-4 (|planar velocity error|^2 + vertical velocity^2))
-    + 2 exp(-2 ((yaw rate error)^2 + |roll and pitch rates|^2)) + exp(-5 |horizontal part of gravity in the base|^2)
-    + exp(-mean(((joint - pose) / ``slack``)^2)) - (radians beyond 90 % of the joints' ranges)
-    - .1 |change of action|^2.
+    """Reward per second: exp(-|planar velocity error|^2 / .25) + .5 exp(-(yaw rate error)^2 / .25)
+    - .5 (vertical velocity)^2 - .05 |roll and pitch rates|^2 - 5 |horizontal part of gravity in the base|^2
+    - .0002 (|torques|_1 + |torques|_2) - .001 (sum of |torque x joint velocity|)
+    - (radians beyond 90 % of the joints' ranges) - .01 |change of the targets / .5 rad|^2 - .1 |joints - pose|^2, and
+    - |joints - pose|_1 where the command is to stand; at least 0. An episode ends where the base tilts by more than 70
+    degrees.
 
     Attributes:
         robot_name: key of ``robots.ROBOTS``.
-        slack: scale of each joint's distance from its pose in the pose reward, rad.
         feet: geoms with friction; all others are frictionless.
         feet_condim: MuJoCo's ``condim`` of their contacts: 3 (sliding friction) or 6 (torsional and rolling, too).
     """
 
     time_limit = 1000
-    terms = ("linear", "angular", "upright", "posture", "limits", "action_rate")
+    terms: ClassVar[tuple[str, ...]] = (*WEIGHTS, "floor")
+    outputs: ClassVar[tuple[str, ...]] = ("qfrc_actuator",)
     lasting = 5.0
     resting = 0.1
-    fastest = (1.0, 1.0, 1.0)
     action_scale = 2.0  # twice mjlab's unit, because mjlab's actions are not bounded by 1
     robot_name: ClassVar[str]
-    slack: ClassVar[tuple[float, ...]]
     feet: ClassVar[tuple[str, ...]]
     feet_condim: ClassVar[int] = 3
 
@@ -57,9 +78,7 @@ class Unitree(Velocity):
         low, high = robot.tensor(robot.model.jnt_range[[robot.model.joint(name).id for name in self.joints]]).unbind(1)
         middle, half = (low + high) / 2, SOFT * (high - low) / 2
         self._low, self._high = middle - half, middle + half
-        self._slack = robot.tensor(self.slack)
-        self._narrow = robot.tensor([-4.0] * 3 + [-2.0] * 3 + [-5.0] * 2)
-        self._worth = self.dt * robot.tensor([[2.0], [2.0], [1.0], [1.0]])
+        self._weights = self.dt * robot.tensor([[weight] for weight in WEIGHTS.values()])
 
     @classmethod
     def source(cls) -> mujoco.MjSpec:
@@ -76,6 +95,55 @@ class Unitree(Velocity):
             foot.condim, foot.priority, foot.friction = cls.feet_condim, 1, [1, 0.005, 0.0005]
             foot.rgba = [0.1, 0.1, 0.1, 1]
         return spec
+
+    def down(self, fields: Fields, motion: Motion) -> Tensor:
+        return motion.gravity[:, 2] > -FALLEN
+
+    def terms_of(self, fields: Fields, memory: Memory, motion: Motion, lack: Lack) -> dict[str, Tensor]:
+        linear, angular, gravity = motion
+        ahead, around = lack
+        joints, size = fields["qpos"][:, self._q], len(self.joints)
+        bent, beyond = joints - self.robot.ctrl_middle, joints - joints.clamp(self._low, self._high)
+        change = (self.action(fields) - memory["action"]) * (self.robot.ctrl_half / UNIT)
+        torque, pace = fields["qfrc_actuator"][:, self._v], fields["qvel"][:, self._v]
+        rests = memory["command"].square().sum(1, keepdim=True) < AT_REST**2
+        # squares and magnitudes of all terms at once: at small N the number of calls dominates
+        squares = torch.cat((ahead, around[:, None], linear[:, 2:], angular[:, :2], gravity[:, :2], change, bent), 1)
+        parts = [part.sum(1) for part in squares.square().split((2, 1, 1, 2, 2, size, size), 1)]
+        planar, yaw, vertical, tilt_rate, tilt, rough, pose = parts
+        sizes = torch.cat((torque, torque * pace, beyond, bent * rests), 1).abs().split(size, 1)
+        effort, energy, limits, moved = (part.sum(1) for part in sizes)
+        effort = effort + torch.linalg.vector_norm(torque, dim=1)
+        near = (torch.stack((planar, yaw)) / -SIGMA).exp_().unbind(0)
+        paid = torch.stack((*near, vertical, tilt_rate, tilt, effort, energy, limits, rough, moved, pose))
+        paid = paid * self._weights
+        floor = -paid.sum(0).clamp(max=0)
+        return dict(zip(self.terms, (*paid.unbind(0), floor), strict=True))
+
+
+class Legacy(Unitree):
+    """Reward per second: 2 exp(-4 (|planar velocity error|^2 + vertical velocity^2))
+    + 2 exp(-2 ((yaw rate error)^2 + |roll and pitch rates|^2)) + exp(-5 |horizontal part of gravity in the base|^2)
+    + exp(-mean(((joint - pose) / ``slack``)^2)) - (radians beyond 90 % of the joints' ranges)
+    - .1 |change of action|^2. An episode ends where a body of ``fragile`` touches the ground.
+
+    Attributes:
+        slack: scale of each joint's distance from its pose in the pose reward, rad.
+    """
+
+    terms = ("linear", "angular", "upright", "posture", "limits", "action_rate")
+    outputs = ("sensordata",)
+    fastest = (1.0, 1.0, 1.0)
+    slack: ClassVar[tuple[float, ...]]
+
+    def __init__(self, robot: Robot):
+        super().__init__(robot)
+        self._slack = robot.tensor(self.slack)
+        self._narrow = robot.tensor([-4.0] * 3 + [-2.0] * 3 + [-5.0] * 2)
+        self._worth = self.dt * robot.tensor([[2.0], [2.0], [1.0], [1.0]])
+
+    def down(self, fields: Fields, motion: Motion) -> Tensor:
+        return self.touched(fields)
 
     def terms_of(self, fields: Fields, memory: Memory, motion: Motion, lack: Lack) -> dict[str, Tensor]:
         linear, angular, gravity = motion
@@ -99,10 +167,10 @@ HIP, CALF = servo(0.004026312, 23.7), servo(0.009059202, 35.55)  # a rotor of 1.
 
 
 class Go1(Unitree):
-    """Go1: 48 observations, 12 actions (joint targets, up to ``action_scale`` times .37 rad from the pose; calves .25).
-    An episode ends where trunk or thighs touch the ground."""
+    """Go1: 48 observations, 12 actions (targets of joints, up to ``action_scale`` times .37 rad from the pose; calves
+    .25)."""
 
-    name, robot_name, contacts = "go1_velocity", "go1", (9, 34)
+    name, robot_name, contacts = "go1_velocity", "go1", (13, 39)
     obs_size, action_size = 48, 12
     joints: ClassVar[dict[str, Joint]] = {
         f"{leg}_{name}_joint": Joint(pose, drive)
@@ -114,12 +182,19 @@ class Go1(Unitree):
         )
     }
     base = "trunk"
-    fragile = ("trunk", *(f"{leg}_thigh" for leg in ("FR", "FL", "RR", "RL")))
-    slack = (0.3, 0.3, 0.6) * 4
+    fastest = (1.5, 0.8, 1.2)  # Playground's Go1JoystickFlatTerrain
     feet = tuple(f"{leg}_foot_collision" for leg in ("FR", "FL", "RR", "RL"))
     feet_condim = 6
     height = 0.35
     spread = 0.2
+
+
+class Go1Legacy(Legacy, Go1):
+    """:class:`Go1` with the reward of :class:`Legacy`; an episode ends where trunk or thighs touch the ground."""
+
+    contacts = (9, 34)
+    fragile = ("trunk", *(f"{leg}_thigh" for leg in ("FR", "FL", "RR", "RL")))
+    slack = (0.3, 0.3, 0.6) * 4
 
 
 SMALL, WRIST = servo(0.0036097, 25.0), servo(0.00425, 5.0)  # Unitree's motors 5020 and 4010
@@ -153,17 +228,15 @@ PARTS = {
 
 
 class G1(Unitree):
-    """G1: 99 observations, 29 actions (joint targets, up to ``action_scale`` times .07 to .55 rad from the pose). An
-    episode ends where other parts than feet and arms touch the ground."""
+    """G1: 99 observations, 29 actions (joint targets, up to ``action_scale`` times .07 to .55 rad from the pose)."""
 
-    name, robot_name, contacts = "g1_velocity", "g1", (9, 29)
+    name, robot_name, contacts = "g1_velocity", "g1", (10, 35)
     obs_size, action_size = 99, 29
     joints: ClassVar[dict[str, Joint]] = {
         f"{name}_joint": Joint(pose, drive) for name, (pose, drive, _) in PARTS.items()
     }
     base = "pelvis"
-    fragile = ("pelvis", "torso_link", *(f"{side}_{part}_link" for side in SIDES for part in ("hip_yaw", "knee")))
-    slack = tuple(width for _, _, width in PARTS.values())
+    fastest = (1.0, 1.0, 1.0)  # ahead and sideways mjlab's, around that of Playground's G1JoystickFlatTerrain
     feet = tuple(f"{side}_foot{i}_collision" for side in SIDES for i in (2, 6))
     height = 0.78
     spread = 0.1
@@ -176,3 +249,12 @@ class G1(Unitree):
                 spec.delete(spec.geom(f"{side}_foot{i}_collision"))
         bones(spec, 0.02)
         return spec
+
+
+class G1Legacy(Legacy, G1):
+    """:class:`G1` with the reward of :class:`Legacy`; an episode ends where other parts than feet and arms touch the
+    ground."""
+
+    contacts = (9, 29)
+    fragile = ("pelvis", "torso_link", *(f"{side}_{part}_link" for side in SIDES for part in ("hip_yaw", "knee")))
+    slack = tuple(width for _, _, width in PARTS.values())

@@ -91,7 +91,7 @@ class Velocity(Task):
     Attributes:
         joints: by name, in the order of observations and actions.
         base: the body that carries the free joint.
-        fragile: bodies that end the episode by touching the ground.
+        fragile: bodies that end the episode by touching the ground, unless ``down`` is overridden.
         fastest: largest command ahead and sideways (m/s) and around (rad/s), in both directions.
         lasting: mean seconds until a new command is drawn (at random steps, so that the state needs no clock); None: a
             command holds for the episode.
@@ -110,7 +110,7 @@ class Velocity(Task):
     impratio = HOLD
     joints: ClassVar[dict[str, Joint]]
     base: ClassVar[str]
-    fragile: ClassVar[tuple[str, ...]]
+    fragile: ClassVar[tuple[str, ...]] = ()
     fastest: ClassVar[tuple[float, float, float]]
     lasting: ClassVar[float | None] = None
     resting: ClassVar[float] = 0.0
@@ -124,8 +124,8 @@ class Velocity(Task):
         hinges = [model.joint(name) for name in self.joints]
         self._q = torch.tensor([hinge.qposadr[0] for hinge in hinges], device=there)
         self._v = torch.tensor([hinge.dofadr[0] for hinge in hinges], device=there)
-        self._felt = torch.tensor([model.sensor(f"{body} contact").adr[0] for body in self.fragile], device=there)
-        self._felt = self._felt[:, None] + torch.arange(3, device=there)
+        felt = [model.sensor(f"{body} contact").adr[0] for body in self.fragile]
+        self._felt = torch.tensor(felt, device=there, dtype=torch.int64)[:, None] + torch.arange(3, device=there)
         self._fastest = robot.tensor(self.fastest)
         low, high = robot.model.actuator_ctrlrange.T
         reaches = [joint.servo.reach for joint in self.joints.values()]
@@ -159,7 +159,7 @@ class Velocity(Task):
     def start(self, count: int, draw: Draw) -> Start:
         robot, size = self.robot, len(self.joints)
         qpos, qvel = robot.qpos0.repeat(count, 1), robot.qvel0.repeat(count, 1)
-        qpos[:, 2] = self.height
+        qpos[:, 2].fill_(self.height)  # an assignment would copy the number to the device
         qpos[:, self._q] = robot.ctrl_middle * draw.uniform(1 - self.spread, 1 + self.spread, count, size)
         qvel[:, self._v] = draw.uniform(-0.1, 0.1, count, size)
         action = torch.zeros(count, size, device=robot.device, dtype=robot.dtype)
@@ -188,6 +188,10 @@ class Velocity(Task):
         """Return [N] bool: a body of ``fragile`` touched something at the start of the last physics step."""
         force = fields["sensordata"][:, self._felt]  # [N, bodies, 3]
         return (torch.linalg.vector_norm(force, dim=2) > FEEL).any(1)
+
+    def down(self, fields: Fields, motion: Motion) -> Tensor:
+        """Return [N] bool: the robot has fallen, which ends the episode."""
+        return self.touched(fields)
 
     def derive(self, fields: Fields) -> Fields:
         """Return ``linear`` velocity of the base and direction of ``gravity`` in its frame, [N, 3] each."""
@@ -230,7 +234,7 @@ class Velocity(Task):
         motion = self.motion(fields)
         lack = self.lack(motion, memory)
         terms = self.terms_of(fields, memory, motion, lack)
-        return Verdict(terms, self.touched(fields), self.metered(lack, memory))
+        return Verdict(terms, self.down(fields, motion), self.metered(lack, memory))
 
     def observe(self, fields: Fields, memory: Memory) -> Obs:
         motion = self.motion(fields)
