@@ -21,8 +21,7 @@ from pql.errors import ConfigError, nearest, show
 
 ATARI = "atari"  # the task with protocols, which are presets in a group of this name
 DEFAULT = {"task": "halfcheetah", "placement": "auto", "logger": "none"}
-DEFAULT_ALGO = {"cpu": "pql2", "gpu": "pql"}
-"""By scale: the recipe that was measured on CPUs, and the paper's algorithm."""
+DEFAULT_ALGO = "pql2"
 PRESETS = "presets"  # presets=DIR: a folder of the user's presets
 COMMAND_LINE = "command line"  # source of the last layer
 FREE = ("task.kwargs.", "task.remote.")  # names below these belong to the simulator
@@ -178,8 +177,8 @@ def whole_numbers() -> list[str]:
 def compose(overrides: Sequence[str], resolve: Callable[[str], str] | None = None) -> Config:
     """Compose presets and ``key=value`` overrides into a checked :class:`Config`.
 
-    Where ``scale`` is not chosen, it follows the device: the paper's settings on a GPU, smaller ones on a CPU; where
-    ``algo`` is not chosen, it follows the scale (``DEFAULT_ALGO``). Atari games come in the protocol ``atari=paper``
+    Where ``scale`` is not chosen, it follows the device: thousands of environments on a GPU, few on a CPU. Where
+    ``algo`` is not chosen, it is ``DEFAULT_ALGO``. Atari games come in the protocol ``atari=paper``
     unless another is chosen.
 
     Args:
@@ -198,7 +197,7 @@ def trace(overrides: Sequence[str], resolve: Callable[[str], str] | None = None)
         presets.check(group, name, SEVERAL if "," in name else "")
     device = (resolve or resolve_device)(str(values.get("device", "auto")))
     scale = chosen.setdefault("scale", "cpu" if device == "cpu" else "gpu")
-    chosen.setdefault("algo", DEFAULT_ALGO.get(scale, "pql"))
+    chosen.setdefault("algo", DEFAULT_ALGO)
     given = dict(values)
     if "algo.family" in values:
         raise ConfigError("algo.family", values["algo.family"], "a preset instead: algo=NAME chooses the family, too")

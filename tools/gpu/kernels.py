@@ -30,11 +30,15 @@ from pql.run.build import build
 COMMON = "task=cartpole_swingup scale=gpu num_envs=4096 device=cpu graphs=off placement.compile=on"
 ONE = "algo.v_per_step=1 algo.p_per_v=1 replay.capacity=500000"
 V, P, LEARNER, STEP = (*(f"the updates of worker {name}" for name in ("v", "p", "learner")), "a step of the collector")
-SMALLER = "algo.batch_size=8192 algo.critic.hidden=[512,256,128]"
+WIDE = "algo.batch_size=8192 algo.critic.hidden=[512,256,128]"
 CASES = {
-    "pql2": (f"algo=pql2 {ONE}", {V: (74, 19), P: (68, 19), STEP: (34, 4)}),
+    "pql2": (f"algo=pql2 {ONE}", {V: (57, 14), P: (52, 14), STEP: (32, 3)}),
+    "pql2 wide": (
+        f"algo=pql2 {ONE} {WIDE} algo.policy.hidden=[512,256,128]",
+        {V: (74, 19), P: (68, 19), STEP: (34, 4)},
+    ),
     "pql": (f"algo=pql {ONE}", {V: (50, 19), P: (50, 19), STEP: (33, 4)}),
-    "fasttd3": (f"algo=fasttd3 {ONE} {SMALLER}", {V: (55, 19), P: (52, 19), STEP: (33, 4)}),
+    "fasttd3": (f"algo=fasttd3 {ONE} {WIDE}", {V: (55, 19), P: (52, 19), STEP: (33, 4)}),
     "ppo": ("algo=ppo", {LEARNER: (72, 22), STEP: (33, 4)}),
 }
 """By name: settings, and for each body the kernels of its largest function and of these products, as last counted."""
