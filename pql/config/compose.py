@@ -196,7 +196,7 @@ def trace(overrides: Sequence[str], resolve: Callable[[str], str] | None = None)
     for group, name in chosen.items():
         presets.check(group, name, SEVERAL if "," in name else "")
     device = (resolve or resolve_device)(str(values.get("device", "auto")))
-    scale = chosen.setdefault("scale", "cpu" if device == "cpu" else "gpu")
+    chosen.setdefault("scale", "cpu" if device == "cpu" else "gpu")
     chosen.setdefault("algo", DEFAULT_ALGO)
     given = dict(values)
     if "algo.family" in values:
