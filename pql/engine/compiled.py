@@ -80,9 +80,13 @@ class Region:
                 raise KeyboardInterrupt
             shared[key] = inductor(self._module(), [*self.fixed, *map(self._example, self.single)], key)
         self.function = shared[key]
+        self.relaid: list[int] = []  # outputs to which Inductor gives other strides than the recording
 
     def __call__(self, values: dict[Made, Tensor]) -> None:
-        values.update(zip(self.outputs, self.function(self._given(values)), strict=True))
+        made = list(self.function(self._given(values)))
+        for i in self.relaid:
+            made[i] = self._layout(self.outputs[i]).empty().copy_(made[i])
+        values.update(zip(self.outputs, made, strict=True))
 
     @property
     def tolerance(self) -> float:
@@ -108,6 +112,10 @@ class Region:
         before = [t if t.nbytes > LARGE else varied(t) if made else t.detach().clone() for t, made in given]
         twins = [[t if t.nbytes > LARGE else t.clone() for t in before] for _ in range(2)]
         results = [list(self.function(twins[0])), list(self._module()(*twins[1]))]
+        strides = zip(self.outputs, results[0], strict=True)
+        self.relaid = [i for i, (ref, made) in enumerate(strides) if made.stride() != self._layout(ref).stride]
+        for i in self.relaid:
+            results[0][i] = self._layout(self.outputs[i]).empty().copy_(results[0][i])
         values.update(zip(self.outputs, results[0], strict=True))
         undefined = unwritten(self.calls)
         pairs = zip(self.outputs, *results, strict=True)

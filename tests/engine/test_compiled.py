@@ -258,6 +258,34 @@ def test_writing_a_result_of_which_an_earlier_region_has_another_view_is_refused
         compile_body(body, [gen])
 
 
+def test_results_keep_their_strides_between_regions(monkeypatch):
+    """The next region is compiled for those of the recording."""
+    examples, last = [], {}
+
+    def dense(module, example, text):
+        def function(given):
+            last[text] = [t.stride() for t in given]
+            return [t.contiguous() for t in module(*given)]
+
+        examples.append((text, [t.stride() for t in example]))
+        return function
+
+    monkeypatch.setattr(compiled, "inductor", dense)
+    owner = Owner(x=torch.arange(12.0).view(4, 3), y=torch.zeros(3, 4))
+
+    def body():
+        x, y = owner.tensors.values()
+        turned = (x + 1.0).t()
+        y.copy_(turned * 2 + torch.bernoulli(x.clamp(0, 1), generator=owner.gen).t())
+
+    program = compile_body(body, [owner.gen])
+    assert program.difference() is None
+    program.replay()
+    (_, (text, strides)) = examples
+    assert (1, 3) in strides
+    assert last[text] == strides
+
+
 def test_numbers_that_are_not_finite_in_one_result_alone_are_a_difference():
     nan, inf = math.nan, math.inf
     numbers = torch.tensor([1.0, nan, inf, 0.0])
