@@ -43,6 +43,7 @@ NOISE = 1e-3
 """Size below which a result is compared as if it had this size: a divergence of equal policies is rounding alone."""
 
 aten = torch.ops.aten
+ADAM = (aten._fused_adamw_.default, aten._fused_adamw_.tensor_lr)
 
 
 class SharedStorage(NamedTuple):
@@ -104,12 +105,15 @@ class Region:
     def difference(self, values: dict[Made, Tensor]) -> float:
         """Run compiled and eager on copies of the inputs; batches of zeros, from an empty replay, become other numbers.
 
-        State stays as it is: sums of a tree must be those of its leaves. Returns the largest relative difference
-        between results or changes of inputs.
+        State stays as it is: sums of a tree must be those of its leaves. But for Adam's moments: from zeros, it would
+        divide rounding errors by themselves. Returns the largest relative difference between results or changes of
+        inputs.
         """
-        drawn = [*(False for _ in self.fixed), *(isinstance(ref, Made) for ref in self.single)]
-        given = zip(self._given(values), drawn, strict=True)
-        before = [t if t.nbytes > LARGE else varied(t) if made else t.detach().clone() for t, made in given]
+        moments = {ref for call in self.calls if call.func in ADAM for ref in references(call.args[2:4])}
+        free = [bool(moments & {*group.members}) for group in self.groups]
+        free += [isinstance(ref, Made) or ref in moments for ref in self.single]
+        given = zip(self._given(values), free, strict=True)
+        before = [t if t.nbytes > LARGE else varied(t) if changes else t.detach().clone() for t, changes in given]
         twins = [[t if t.nbytes > LARGE else t.clone() for t in before] for _ in range(2)]
         results = [list(self.function(twins[0])), list(self._module()(*twins[1]))]
         strides = zip(self.outputs, results[0], strict=True)
