@@ -4,7 +4,7 @@ import gzip
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -46,7 +46,7 @@ def profile(overrides: Sequence[str], path: Path, ticks: int) -> int:
         raise ConfigError("--ticks", ticks, "at least 1")
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         raise ConfigError("--out", str(path), "a file in a folder that exists and can be written to")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # before torch is loaded
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # before torch is loaded
     with guarded(), closing(Console("pql profile", {})) as console:
         with console.doing("building the simulator and the networks"):
             parts = build(config)
@@ -61,11 +61,11 @@ def profile(overrides: Sequence[str], path: Path, ticks: int) -> int:
                     parts.schedule.tick()
                 seconds, busy = measured(parts, ticks)
             with console.doing("profiling"):
-                trace, slower = traced(parts, ticks, path)
+                trace = traced(parts, ticks, path)
         finally:
             parts.close()
     work, on_gpu = work_of(trace, list(parts.workers))
-    print(profile_report(parts, Profiled(seconds, busy, work, ticks, on_gpu, slower)))
+    print(profile_report(parts, Profiled(seconds, busy, work, ticks, on_gpu, lengths(trace, parts.workers))))
     print(f"trace: {path} (ui.perfetto.dev shows it)")
     return 0
 
@@ -96,9 +96,9 @@ def finish(parts: "Parts") -> None:
                 torch.cuda.synchronize(device)
 
 
-def traced(parts: "Parts", ticks: int, path: Path) -> tuple[list[dict[str, Any]], float]:
+def traced(parts: "Parts", ticks: int, path: Path) -> list[dict[str, Any]]:
     """Make ``ticks`` ticks under PyTorch's profiler, with a range of each worker's name around its work; write the
-    trace to ``path``, and return its events and the seconds of a tick."""
+    trace to ``path``, and return its events."""
     import torch
     from torch._C._profiler import _ExperimentalConfig  # no other way to see the workers' threads
     from torch.profiler import ProfilerActivity
@@ -106,16 +106,20 @@ def traced(parts: "Parts", ticks: int, path: Path) -> tuple[list[dict[str, Any]]
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
     everywhere = _ExperimentalConfig(profile_all_threads=True)
     with ranges(parts), torch.profiler.profile(activities=kinds, experimental_config=everywhere) as recorded:
-        began = time.perf_counter()
         for _ in range(ticks):
             parts.schedule.tick()
         finish(parts)
-        seconds = (time.perf_counter() - began) / ticks
     with writing("--out", path, "file"):
         recorded.export_chrome_trace(str(path))
         read = gzip.open if path.suffix == ".gz" else open
         with read(path, "rt") as file:
-            return json.load(file)["traceEvents"], seconds
+            return json.load(file)["traceEvents"]
+
+
+def lengths(trace: Sequence[Mapping[str, Any]], workers: Collection[str]) -> dict[str, float]:
+    """Return the us that each worker's ranges in a trace last."""
+    ranges = [e for e in trace if e.get("cat") == "user_annotation"]
+    return {name: sum(e["dur"] for e in ranges if e["name"] == name) for name in workers}
 
 
 @contextmanager
@@ -146,7 +150,7 @@ class Profiled(NamedTuple):
         seconds: of a tick.
         busy: worker -> share of a tick in which it works.
         work: worker -> its kernels in ``ticks`` ticks, or operations where it is not ``on_gpu``.
-        traced: seconds of a tick under the profiler, in which ``work`` was measured.
+        traced: worker -> us that it worked under the profiler, which slows operations down.
     """
 
     seconds: float
@@ -154,15 +158,20 @@ class Profiled(NamedTuple):
     work: "Mapping[str, Work]"
     ticks: int
     on_gpu: bool
-    traced: float
+    traced: Mapping[str, float]
 
     def per(self, worker: str, amount: float) -> float:
         """Return a worker's kernels per step or update, of which a tick has ``amount``."""
         return self.work[worker].count / self.ticks / amount
 
     def running(self, worker: str) -> float:
-        """Return the share of a tick in which a worker's kernels run; above 1 if several run at once."""
-        return 1e-6 * self.work[worker].us / self.ticks / (self.seconds if self.on_gpu else self.traced)
+        """Return the share of a tick in which a worker's kernels run, above 1 if several run at once.
+
+        On a CPU it is the share of ``busy`` that operations have under the profiler.
+        """
+        if not self.on_gpu:
+            return self.busy[worker] * self.work[worker].us / self.traced[worker]
+        return 1e-6 * self.work[worker].us / self.ticks / self.seconds
 
 
 def profile_report(parts: "Parts", found: Profiled) -> str:
