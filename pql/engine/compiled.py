@@ -8,7 +8,6 @@ collectives. Regions with equal operations and shapes, such as the updates of a 
 Inductor runs in its deterministic mode: it picks kernels without measuring, so that every process makes the same ones.
 """
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from operator import getitem
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Generator, Tensor
 
+from pql.engine.comparison import LARGE, Sizes, relative, varied
 from pql.engine.forms import ALIGNED, FORMS, cast_views
 from pql.engine.inductor import inductor
 from pql.engine.interrupt import asked
@@ -35,12 +35,6 @@ from pql.engine.recorder import (
 )
 from pql.engine.tape import ALLOCATIONS, run_again, tensors_of
 from pql.nets.distributions import fusing
-
-LARGE = 64 * 2**20
-"""Bytes above which a tensor is not copied for a comparison: a replay."""
-
-NOISE = 1e-3
-"""Size below which a result is compared as if it had this size: a divergence of equal policies is rounding alone."""
 
 aten = torch.ops.aten
 ADAM = (aten._fused_adamw_.default, aten._fused_adamw_.tensor_lr)
@@ -115,7 +109,8 @@ class Region:
         given = zip(self._given(values), free, strict=True)
         before = [t if t.nbytes > LARGE else varied(t) if changes else t.detach().clone() for t, changes in given]
         twins = [[t if t.nbytes > LARGE else t.clone() for t in before] for _ in range(2)]
-        results = [list(self.function(twins[0])), list(self._module()(*twins[1]))]
+        sizes = Sizes(self._module())
+        results = [list(self.function(twins[0])), list(sizes.run(*twins[1]))]
         strides = zip(self.outputs, results[0], strict=True)
         self.relaid = [i for i, (ref, made) in enumerate(strides) if made.stride() != self._layout(ref).stride]
         for i in self.relaid:
@@ -123,8 +118,9 @@ class Region:
         values.update(zip(self.outputs, results[0], strict=True))
         undefined = unwritten(self.calls)
         pairs = zip(self.outputs, *results, strict=True)
-        changes = [relative(one, two) for made, one, two in pairs if made not in undefined]
-        changes += [relative(one, two, old) for one, two, old in zip(*twins, before, strict=True) if one is not two]
+        changes = [relative(one, two, size=sizes.of(two)) for made, one, two in pairs if made not in undefined]
+        states = zip(*twins, before, strict=True)
+        changes += [relative(one, two, old, sizes.of(two)) for one, two, old in states if one is not two]
         return max(changes, default=0.0)
 
     def _outside(self, ref: Outside) -> Tensor:
@@ -225,27 +221,6 @@ class Region:
                 out = graph.call_function(cast_views, (base, dtype, views))
                 found |= {(ref, dtype): graph.call_function(getitem, (out, i)) for i, ref in enumerate(refs)}
         return found
-
-
-def varied(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor of any shape; of one of zeros, evenly spaced numbers between 0 and 1."""
-    copy = tensor.detach().clone()
-    if copy.is_floating_point() and not copy.any():
-        copy.copy_(torch.linspace(0.01, 0.99, copy.numel(), device=copy.device).view(copy.shape))
-    return copy
-
-
-def relative(one: Tensor, two: Tensor, before: Tensor | None = None) -> float:
-    """Return how far two results of equal shape are apart, relative to the second or to its change; inf if what is NaN
-    or infinite in one is not so in the other."""
-    if not two.is_floating_point():
-        return float((one != two).double().mean()) if two.numel() else 0.0
-    if not one.isfinite().equal(two.isfinite()):
-        return math.inf
-    one, two = (torch.nan_to_num(t.double(), posinf=0.0, neginf=0.0) for t in (one, two))
-    size = two.norm() if before is None else (two - before.double().nan_to_num()).norm()
-    apart = (one - two).norm()
-    return float(apart / size) if apart > 1e-6 * two.norm().clamp(min=NOISE) else 0.0
 
 
 def end(tensor: Tensor) -> int:

@@ -18,7 +18,8 @@ from torch import Generator
 
 from pql.cli.main import main
 from pql.engine import compiled, graph, inductor
-from pql.engine.compiled import Region, compile_body, relative
+from pql.engine.comparison import relative
+from pql.engine.compiled import Region, compile_body
 from pql.engine.executors import Inline, Threads
 from pql.engine.forms import adamw_, product, sum_and_product
 from pql.engine.graph import Execution, Graph, clone_state, recording
@@ -302,6 +303,27 @@ def test_rounding_is_no_difference_where_adam_begins(monkeypatch):
         torch._fused_adamw_([w], [g[:4] * 1.0], [m], [s], [], [count], amsgrad=False, maximize=False, **settings)
 
     assert compile_body(body, [owner.gen]).difference() is None
+
+
+@pytest.mark.parametrize(("error", "found"), [(1e-4, False), (0.2, True)])
+def test_rounding_of_a_mean_is_relative_to_what_is_added(monkeypatch, error, found):
+    """Values of +-1 whose mean is 1e-3, less a target near it, in a result and in a sum of metrics."""
+
+    def rounding(module, example, text):
+        return lambda given: module(*[t + error if t.shape == (1000,) else t for t in given])
+
+    monkeypatch.setattr(compiled, "inductor", rounding)
+    values = torch.ones(1000).where(torch.arange(1000) % 2 == 0, -torch.ones(1000)) + 1e-3
+    owner = Owner(x=values, total=torch.zeros(()), out=torch.zeros(()))
+
+    def body():
+        x, total, out = owner.tensors.values()
+        apart = (x * 1.0).sum() / 1000 - 1e-3
+        torch._foreach_add_([total], [apart])
+        out.add_(apart.neg())
+
+    wrong = compile_body(body, [owner.gen]).difference()
+    assert (wrong is not None) == found, wrong
 
 
 def test_numbers_that_are_not_finite_in_one_result_alone_are_a_difference():
