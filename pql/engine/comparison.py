@@ -74,7 +74,7 @@ class Sizes(Interpreter):
     def _keep(self, out: Tensor, size: Tensor | None) -> None:
         if size is not None:
             self._alive.append(out)
-            self._sizes[out.data_ptr()] = size
+            self._sizes[out.data_ptr()] = size.float()
 
     def _known(self, value: Any) -> Any:
         if not isinstance(value, Tensor):

@@ -305,7 +305,7 @@ def test_rounding_is_no_difference_where_adam_begins(monkeypatch):
     assert compile_body(body, [owner.gen]).difference() is None
 
 
-@pytest.mark.parametrize(("error", "found"), [(1e-4, False), (0.2, True)])
+@pytest.mark.parametrize(("error", "found"), [(1e-3, False), (0.5, True)])
 def test_rounding_of_a_mean_is_relative_to_what_is_added(monkeypatch, error, found):
     """Values of +-1 whose mean is 1e-3, less a target near it, in a result and in a sum of metrics."""
 
@@ -318,7 +318,8 @@ def test_rounding_of_a_mean_is_relative_to_what_is_added(monkeypatch, error, fou
 
     def body():
         x, total, out = owner.tensors.values()
-        apart = (x * 1.0).sum() / 1000 - 1e-3
+        low = x.bfloat16().view(1, 1000)
+        apart = (low @ low.mT.mul(0).add(1)).float().sum() / 1000 - 1e-3  # the sum of x
         torch._foreach_add_([total], [apart])
         out.add_(apart.neg())
 
