@@ -314,12 +314,12 @@ def test_rounding_of_a_mean_is_relative_to_what_is_added(monkeypatch, error, fou
 
     monkeypatch.setattr(compiled, "inductor", rounding)
     values = torch.ones(1000).where(torch.arange(1000) % 2 == 0, -torch.ones(1000)) + 1e-3
-    owner = Owner(x=values, total=torch.zeros(()), out=torch.zeros(()))
+    weights = torch.ones(1000, 1, dtype=torch.bfloat16)
+    owner = Owner(x=values, weights=weights, total=torch.zeros(()), out=torch.zeros(()))
 
     def body():
-        x, total, out = owner.tensors.values()
-        low = x.bfloat16().view(1, 1000)
-        apart = (low @ low.mT.mul(0).add(1)).float().sum() / 1000 - 1e-3  # the sum of x
+        x, weights, total, out = owner.tensors.values()
+        apart = (x.bfloat16().view(1, 1000) @ weights).float().sum() / 1000 - 1e-3
         torch._foreach_add_([total], [apart])
         out.add_(apart.neg())
 
