@@ -11,6 +11,7 @@ from pql.config import Config
 from pql.config.algorithms import ActorCriticConfig, ReplayAlgoConfig
 from pql.contract.env import Box, Discrete, EnvSpec, MultiDiscrete, ObsSpec
 from pql.data.frames import deepest, stored_spec
+from pql.data.mirror import Mirror
 from pql.data.normalize import Normalizer
 from pql.data.priority import least_rows
 from pql.data.replay import Cursor, Replay
@@ -27,7 +28,7 @@ def make_normalizer(setup: Setup) -> Normalizer:
     config, spec, algo = setup.config, setup.spec, setup.config.algo
     # A task's factor would shrink their normalised rewards again. On-policy presets were found with both.
     replaced = isinstance(algo, ActorCriticConfig) and algo.normalize_reward
-    return Normalizer(
+    norm = Normalizer(
         spec.obs,
         spec.num_envs,
         setup.devices["collector"],
@@ -38,6 +39,21 @@ def make_normalizer(setup: Setup) -> Normalizer:
         algo.return_cap if algo.normalize_reward else None,
         algo.normalize_integers,
     )
+    norm.mirror = make_mirror(setup, setup.devices["collector"])
+    return norm
+
+
+def make_mirror(setup: Setup, device: torch.device) -> Mirror | None:
+    """Create the reflection of a task's rows; None if the settings ask for none.
+
+    Raises:
+        ConfigError: the task declares no symmetry of what the networks read.
+    """
+    config, wanted = setup.config, getattr(setup.config.algo, "symmetry", None)
+    if wanted is None or not wanted.used:
+        return None
+    read = {k for which in ("policy", "critic") for k in groups_of(config, setup.spec, which)}
+    return Mirror(setup.spec, wanted.augment, sorted(read), device)
 
 
 class ReplayDraw(Protocol):

@@ -12,7 +12,15 @@ from typing import Any, ClassVar, Generic, TypeVar, cast
 import torch
 from torch import Generator, Tensor, nn
 
-from pql.algos.builders import check_continuous, check_obs, make_normalizer, make_ring, ring_rows, stored_obs
+from pql.algos.builders import (
+    check_continuous,
+    check_obs,
+    make_mirror,
+    make_normalizer,
+    make_ring,
+    ring_rows,
+    stored_obs,
+)
 from pql.algos.policies import PolicyState
 from pql.algos.registry import Family, Setup, Wiring
 from pql.collect.actors import ActFunction, NoisyActor
@@ -22,6 +30,7 @@ from pql.config import Config
 from pql.config.algorithms import ActorCriticConfig
 from pql.contract.env import Box, EnvSpec
 from pql.data.augment import Augment
+from pql.data.mirror import Mirror, with_mirror_loss
 from pql.data.normalize import Normalizer
 from pql.data.replay import Cursor, Replay
 from pql.engine.flat import Flat
@@ -40,7 +49,7 @@ from pql.nets.encoders import (
     make_layers,
 )
 from pql.nets.mlp import Critic, Reads, seeded
-from pql.types import Batch, Obs, ObsBatch, split
+from pql.types import AnyBatch, Batch, Obs, ObsBatch, split
 
 A = TypeVar("A", bound=ActorCriticConfig)
 Net = TypeVar("Net", bound=nn.Module)
@@ -136,7 +145,7 @@ def make_value_learner(
     """Create the V-learner, with its copies of networks, normaliser and cursor."""
     algo, device = setup.config.algo, replay.device
     replay.constants(algo.n_step, algo.gamma)  # the copy to the device would stall the first tick
-    draw = ValueDraw(algo, replay, Cursor(replay.num_envs, device), norm.copy_to(device), make_augment(setup))
+    draw = ValueDraw(algo, replay, Cursor(replay.num_envs, device), norm.copy_to(device), *extras(setup, device))
     return kind.value_learner(setup, learner_copy(critic, algo, device), learner_copy(policy, algo, device), draw)
 
 
@@ -147,8 +156,16 @@ def make_policy_learner(
     algo, device = setup.config.algo, replay.device
     policy, critic = learner_copy(policy, algo, device), learner_copy(critic, algo, device)
     lend_encoder(critic, policy)
-    draw = PolicyDraw(algo, replay, Cursor(replay.num_envs, device), norm.copy_to(device), make_augment(setup))
-    return kind.policy_learner(setup, policy, critic, draw)
+    draw = PolicyDraw(algo, replay, Cursor(replay.num_envs, device), norm.copy_to(device), *extras(setup, device))
+    learner = kind.policy_learner(setup, policy, critic, draw)
+    if draw.mirror is not None and algo.symmetry.mirror_coef > 0:
+        learner.update = with_mirror_loss(learner.update, mean_action, draw.mirror)
+    return learner
+
+
+def mean_action(policy: nn.Module, obs: Obs) -> Tensor:
+    """Return a policy's action without noise, [B, A]."""
+    return cast(Tensor, policy.mean_action(obs))  # type: ignore[operator]
 
 
 @dataclass
@@ -161,12 +178,19 @@ class PolicyDraw:
     cursor: Cursor
     norm: Normalizer
     augment: Augment
+    mirror: Mirror | None = None
 
     def __call__(self, count: int, gen: Generator) -> list[ObsBatch]:
         """Return ``count`` batches of observations [B, ...]."""
         batch = self.replay.sample_obs(self.cursor, count * self.algo.batch_size, gen)
-        batches = split(batch._replace(obs=self.norm(batch.obs)), count)
+        batches = split(self.reflected(batch._replace(obs=self.norm(batch.obs)), count, gen), count)
         return [one._replace(obs=self.augment(one.obs, gen)) for one in batches]
+
+    def reflected(self, batch: AnyBatch, count: int, gen: Generator) -> AnyBatch:
+        """Reflect rows of ``count`` normalised batches, [count * B, ...], as ``algo.symmetry`` says."""
+        if self.mirror is None or self.algo.symmetry.augment == "off":
+            return batch
+        return self.mirror.rows(batch, count, gen)
 
 
 class ValueDraw(PolicyDraw):
@@ -179,10 +203,16 @@ class ValueDraw(PolicyDraw):
         algo, norm = self.algo, self.norm
         batch = self.replay.sample(self.cursor, count * algo.batch_size, algo.n_step, algo.gamma, gen)
         reward = batch.reward * norm.reward_scale
-        batches = split(batch._replace(obs=norm(batch.obs), next_obs=norm(batch.next_obs), reward=reward), count)
+        batch = batch._replace(obs=norm(batch.obs), next_obs=norm(batch.next_obs), reward=reward)
+        batches = split(self.reflected(batch, count, gen), count)
         return [
             one._replace(obs=self.augment(one.obs, gen), next_obs=self.augment(one.next_obs, gen)) for one in batches
         ]
+
+
+def extras(setup: Setup[ActorCriticConfig], device: torch.device) -> tuple[Augment, Mirror | None]:
+    """Return a learner's augmentation of images, and its reflection."""
+    return make_augment(setup), make_mirror(setup, device)
 
 
 def make_augment(setup: Setup[ActorCriticConfig]) -> Augment:

@@ -10,15 +10,16 @@ from functools import partial
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 
-from pql.algos.builders import check_obs, make_normalizer
+from pql.algos.builders import check_obs, make_mirror, make_normalizer
 from pql.algos.registry import Family, Setup, Wiring
 from pql.collect.actors import StochasticActor
 from pql.collect.collector import Collector
 from pql.config import Config
 from pql.config.algorithms import RolloutAlgoConfig, StochasticConfig
 from pql.contract.env import Box, Discrete, EnvSpec, MultiDiscrete
+from pql.data.mirror import with_mirror_loss
 from pql.data.normalize import Normalizer
 from pql.data.rollout import Progress, Rollout, Segment, View, rollout_bytes
 from pql.data.unrolls import FULL, Reader, Unrolls
@@ -32,6 +33,7 @@ from pql.nets.actor_critic import ActorCritic, Body, OwnBody, StateValue, Stocha
 from pql.nets.distributions import ActionDist, Categorical, DiagGaussian, MultiCategorical
 from pql.nets.encoders import custom_network, groups_of, make_input, make_layers, read_specs
 from pql.nets.mlp import seeded
+from pql.types import Obs
 
 A = TypeVar("A", bound=StochasticConfig)
 
@@ -176,6 +178,8 @@ def make_learner(kind: OnPolicy[A], setup: Setup[A], flat: Flat, source: Source)
     cast(RolloutState, state).reader = source.reader
     progress = cast(RolloutState, state).progress
 
+    update = mirrored_update(kind.update, setup, state)
+
     def draw(count: int, gen: Generator) -> Iterable[Any]:
         return kind.draw(state, source.read(), settings, gen)
 
@@ -183,7 +187,7 @@ def make_learner(kind: OnPolicy[A], setup: Setup[A], flat: Flat, source: Source)
     return Learner(
         "learner",
         state,
-        kind.update,
+        update,
         settings,
         draw,
         setup.generator("learner", "v"),
@@ -192,6 +196,20 @@ def make_learner(kind: OnPolicy[A], setup: Setup[A], flat: Flat, source: Source)
         trains=("v", "p"),
         clock=progress.ticks,
     )
+
+
+def mirrored_update(update: Update[Any, Any, Any], setup: Setup[Any], state: Any) -> Update[Any, Any, Any]:
+    """Give ``state`` the reflection that ``algo.symmetry`` wants; return ``update``, with the mirror loss if wanted."""
+    mirror = make_mirror(setup, setup.devices["learner"])
+    if mirror is None:
+        return update
+    state.mirror = mirror
+    return with_mirror_loss(update, mean_of_params, mirror) if setup.config.algo.symmetry.mirror_coef > 0 else update
+
+
+def mean_of_params(policy: nn.Module, obs: Obs) -> Tensor:
+    """Return the means of a policy's Gaussians, [B, A]."""
+    return cast(Tensor, policy(obs).chunk(2, -1)[0])
 
 
 @torch.no_grad()

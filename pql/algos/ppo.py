@@ -19,6 +19,7 @@ from torch import Generator, Tensor, nn
 from pql.algos.on_policy import OnPolicy
 from pql.config import Config, PpoConfig
 from pql.config.algorithms import StochasticConfig
+from pql.data.mirror import Mirror
 from pql.data.normalize import EPSILON, Moments, pack_moments, pooled
 from pql.data.returns import ValuedRows, gae, vtrace
 from pql.data.rollout import Progress, Segment, by_parts, minibatches
@@ -55,6 +56,7 @@ class PpoState(State):
     progress: PpoProgress
     group: Group = ALONE  # processes that train the same weights on different rollouts
     reader: Reader | None = None  # read position in unrolls of environments that answer late
+    mirror: Mirror | None = None
 
     def connect(self, group: Group) -> None:
         super().connect(group)
@@ -121,8 +123,18 @@ def draw_ppo(state: PpoState, segment: Segment, settings: PpoConfig, gen: Genera
     columns = {**rows, "first": segment.first, **start} if memory else {k: v.flatten(0, 1) for k, v in rows.items()}
     dim = 1 if memory else 0
     for i, part in enumerate(minibatches(columns, settings.epochs, settings.minibatches, dim, gen)):
-        obs, rest = grouped(part)
+        obs, rest = grouped(part if state.mirror is None else mirrored(state.mirror, part, settings, gen))
         yield Minibatch(obs=obs, explained=explained, fresh=i == 0, lag=lag, **rest)
+
+
+def mirrored(mirror: Mirror, part: dict[str, Tensor], settings: PpoConfig, gen: Generator) -> dict[str, Tensor]:
+    """Reflect rows of a minibatch's columns, [B, ...] each, as ``algo.symmetry`` says. A reflected action keeps the
+    probability of the original (rsl_rl)."""
+    if settings.symmetry.augment == "off":
+        return part
+    turned = {k: mirror.reflected(k.removeprefix("obs/"), v) for k, v in part.items() if k.startswith("obs/")}
+    turned |= {"action": mirror.reflected("action", part["action"]), "params": mirror.params(part["params"])}
+    return mirror.mixed(part, turned, 1, gen)
 
 
 def grouped(part: dict[str, Tensor]) -> tuple[Obs, dict[str, Any]]:

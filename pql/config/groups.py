@@ -27,6 +27,30 @@ class ExploreConfig:
 
 
 @dataclass(frozen=True)
+class SymmetryConfig:
+    """Training on reflected rows, for robots that are the same on their left and right."""
+
+    augment: str = setting(
+        "off",
+        "half: every row of a batch is reflected with probability 1/2; double: reflected rows are added to it, which "
+        "doubles the cost of an update. Statistics of observations count both. The task must declare its symmetry.",
+        choices=("off", "half", "double"),
+    )
+    mirror_coef: float = setting(
+        0.0,
+        "Weight of the mirror loss, the squared difference between the policy's mean action at a reflected observation "
+        "and its reflected mean action.",
+        low=0,
+        high=1000,
+    )
+
+    @property
+    def used(self) -> bool:
+        """Return True if anything is reflected."""
+        return self.augment != "off" or self.mirror_coef > 0
+
+
+@dataclass(frozen=True)
 class EpsilonConfig:
     """Epsilon-greedy exploration."""
 

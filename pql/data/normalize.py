@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pql.contract.env import ObsSpec
+from pql.data.mirror import Mirror
 from pql.engine.collectives import ALONE, Group
 from pql.types import Obs, column
 
@@ -168,6 +169,7 @@ class Normalizer(nn.Module):
             self.register_buffer("running_return", torch.zeros(num_envs, device=device))
             if return_cap is not None:
                 self.register_buffer("largest_return", torch.zeros((), device=device))
+        self.mirror: Mirror | None = None  # observations count together with their reflections
         self.group = ALONE
         self.fresh = self._all()
 
@@ -198,8 +200,9 @@ class Normalizer(nn.Module):
 
     def observe(self, obs: Obs, keep: Tensor | None = None) -> None:
         """Update with new observations [N, ...], or those of the rows where ``keep`` [N] is True."""
-        for k, moments in zip(self.moments, self.fresh, strict=False):
-            moments.update(obs[k], keep)
+        for shown in (obs,) if self.mirror is None else (obs, self.mirror.obs(obs)):
+            for k, moments in zip(self.moments, self.fresh, strict=False):
+                moments.update(shown[k], keep)
 
     def observe_reward(self, reward: Tensor, over: Tensor, valid: Tensor, columns: slice = ALL) -> None:
         """Update with rewards [n] of ``columns``; ``over``: an episode ended or began; ``valid``: not a filler row."""

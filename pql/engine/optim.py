@@ -24,9 +24,11 @@ class Optimizer:
     Attributes:
         broken: 0-dim float; 1 if the last gradient was not finite.
         project: called after each step, with ``skip``, to change the weights in place (unit-norm weights).
+        extra: returns a 0-dim term that :meth:`minimize` adds to the loss.
     """
 
     project: Callable[[Tensor | None], None] | None = None
+    extra: Callable[[], Tensor] | None = None
 
     def __init__(self, flat: Flat, lr: float, clip: float | None = None):
         self.flat, self.clip = flat, clip
@@ -40,7 +42,7 @@ class Optimizer:
 
     def minimize(self, loss: Tensor, skip: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """Take a :meth:`step` on the gradient of ``loss`` (0-dim). Returns its norm before clipping, 0-dim."""
-        self.flat.differentiate(loss)
+        self.flat.differentiate(loss if self.extra is None else loss + self.extra())
         return self.step(skip, mask)
 
     @torch.no_grad()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pql.config.algorithms.base import COUNTABLE, AlgoConfig, ReplayAlgoConfig, check_support
 from pql.config.fields import group, like, setting
-from pql.config.groups import ExploreConfig
+from pql.config.groups import ExploreConfig, SymmetryConfig
 from pql.config.networks import (
     AugmentedEncoderConfig,
     ClimbingPolicyConfig,
@@ -46,6 +46,7 @@ class ActorCriticConfig(ReplayAlgoConfig):
     critic: CriticConfig = group(CriticConfig, "Critics.")
     policy: ClimbingPolicyConfig = group(ClimbingPolicyConfig, "Policy.")
     explore: ExploreConfig = group(ExploreConfig, "Exploration noise.")
+    symmetry: SymmetryConfig = group(SymmetryConfig, "Training on reflected rows.")
 
     @property
     def ratios(self) -> dict[str, float]:

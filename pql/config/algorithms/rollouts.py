@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pql.config.algorithms.base import AlgoConfig, check_cutoffs, check_epsilon, check_support, refuse_p_learner
 from pql.config.fields import group, like, setting
-from pql.config.groups import CentralConfig, EpsilonConfig, OptionalVtraceConfig, VtraceConfig
+from pql.config.groups import CentralConfig, EpsilonConfig, OptionalVtraceConfig, SymmetryConfig, VtraceConfig
 from pql.config.networks import (
     PathwiseCriticConfig,
     PathwisePolicyConfig,
@@ -170,6 +170,7 @@ class PpoConfig(StochasticConfig):
         1, "Number of learners on shared parameters, each with an equal part of the environments.", low=1, high=1024
     )
     central: CentralConfig = group(CentralConfig, "Synchronisation of replicas.")
+    symmetry: SymmetryConfig = group(SymmetryConfig, "Training on reflected rows.")
 
     @property
     def on_policy_corrected(self) -> bool:
@@ -189,6 +190,10 @@ class PpoConfig(StochasticConfig):
         check_cutoffs(self.vtrace)
         if self.lstm is not None and (self.policy.net or self.critic.net):
             raise ConfigError("algo.lstm", self.lstm, "null: networks from elsewhere (algo.*.net) have no memory here")
+        if self.lstm is not None and self.symmetry.used:
+            raise ConfigError(
+                "algo.lstm", self.lstm, "null with algo.symmetry: reflected rows have no memory"
+            )
         if self.lr_schedule == "linear" and self.anneal_steps is None:
             raise ConfigError("algo.anneal_steps", None, "env steps, with algo.lr_schedule=linear")
         for name, value in (("anneal_steps", self.anneal_steps), ("anneal_clip", self.anneal_clip)):

@@ -39,6 +39,7 @@ def describe(task: type[Task], num_envs: int, device: torch.device, options: Opt
     """The spec of a task, without loading its model."""
     level = ("level",) if options.curriculum else ()
     warp, reach = choose(options.engine, device) == "warp", task.action_reach()
+    symmetry = task.symmetry()
     return EnvSpec(
         name=task.name,
         num_envs=num_envs,
@@ -52,7 +53,8 @@ def describe(task: type[Task], num_envs: int, device: torch.device, options: Opt
         deterministic=not (warp and device.type == "cuda"),
         info={"dt": task.dt, "frame_skip": task.frame_skip, "model": check_model(task, options.model)}
         | {"truncates_at_limit": task.expired is Task.expired}
-        | ({} if reach is None else {"action_reach": reach}),
+        | ({} if reach is None else {"action_reach": reach})
+        | ({} if symmetry is None else {"symmetry": symmetry}),
     )
 
 

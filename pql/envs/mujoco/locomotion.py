@@ -10,6 +10,7 @@ import mujoco
 import torch
 from torch import Tensor
 
+from pql.data.mirror import AXIAL, POLAR, QUATERNION, SCALAR, Reflection, by_names, joined
 from pql.envs.mujoco.engine import Fields
 from pql.envs.mujoco.suite import GymTask, ctrl_cost, finite, measure_contacts
 from pql.envs.mujoco.task import Memory, Robot, Verdict
@@ -93,12 +94,24 @@ class Hopper(Planar):
 
 
 class Walker2d(Planar):
+    """The same with its legs exchanged."""
+
     name, xml, contacts = "walker2d", "walker2d_v5.xml", (8, 35)
     obs_size, action_size = 17, 6
+
+    @classmethod
+    def symmetry(cls) -> dict[str, Reflection]:
+        legs: Reflection = ((3, 4, 5, 0, 1, 2), (1,) * 6)
+        return {"policy": joined(SCALAR, SCALAR, legs, SCALAR, SCALAR, SCALAR, legs), "action": legs}
 
     def healthy(self, fields: Fields) -> Tensor:
         height, angle = fields["qpos"][:, 1], fields["qpos"][:, 2]
         return (height > 0.8) & (height < 2.0) & (angle.abs() < 1.0)
+
+
+def free_body(joints: Reflection) -> Reflection:
+    """Return the reflection of the positions and velocities of a free body with ``joints``, without x and y."""
+    return joined(SCALAR, QUATERNION, joints, POLAR, AXIAL, joints)
 
 
 class Ant(Runner):
@@ -116,6 +129,19 @@ class Ant(Runner):
     @classmethod
     def edit(cls, spec: mujoco.MjSpec) -> None:
         measure_contacts(spec)
+
+    @staticmethod
+    def hinges(*legs: int) -> Reflection:
+        """Return the reflection of hips and ankles of ``legs``, numbered as in the model; default: in its order."""
+        names = [f"{part}_{leg}" for leg in legs or (1, 2, 3, 4) for part in ("hip", "ankle")]
+        return by_names(names, {"_1": "_4", "_2": "_3"}, ("hip",))
+
+    @classmethod
+    def symmetry(cls) -> dict[str, Reflection]:
+        bodies = joined(*[joined(AXIAL, POLAR)] * 13)
+        others = [0, *(1 + 3 * leg + part for leg in (3, 2, 1, 0) for part in range(3))]  # torso; hip, aux, ankle
+        forces = tuple(6 * body + i for body in others for i in range(6)), bodies[1]
+        return {"policy": joined(free_body(cls.hinges()), forces), "action": cls.hinges(4, 1, 2, 3)}
 
     def position(self, fields: Fields) -> Tensor:
         # the reference differentiates the torso's frame, which is one substep behind qpos
@@ -146,6 +172,10 @@ class AntJoints(Joints, Ant):
 
     obs_size = 27
 
+    @classmethod
+    def symmetry(cls) -> dict[str, Reflection]:
+        return {**super().symmetry(), "policy": free_body(cls.hinges())}
+
 
 def _body_observe(fields: Fields) -> Obs:
     """Return the observation of both humanoids, [N, 348]."""
@@ -158,6 +188,16 @@ def _body_observe(fields: Fields) -> Obs:
 def _impact(fields: Fields) -> Tensor:
     """Return -5e-7 * |cfrc_ext|^2, at least -10: [N]."""
     return fields["cfrc_ext"].flatten(1).square().sum(1).mul_(-5e-7).clamp_(min=-10.0)
+
+
+ABDOMEN = ("abdomen_z", "abdomen_y", "abdomen_x")
+LIMBS = tuple(f"{side}_{part}" for side in ("right", "left") for part in ("hip_x", "hip_z", "hip_y", "knee"))
+LIMBS += tuple(f"{side}_{part}" for side in ("right", "left") for part in ("shoulder1", "shoulder2", "elbow"))
+
+
+def human(*abdomen: str) -> Reflection:
+    """Return the reflection of the joints of a humanoid, with those of the ``abdomen`` first."""
+    return by_names([*abdomen, *LIMBS], {"left": "right"}, ("abdomen_x", "abdomen_z", "shoulder"))
 
 
 class Humanoid(Runner):
@@ -200,6 +240,11 @@ class HumanoidJoints(Joints, Humanoid):
     """``HumanoidEnv`` without cinert, cvel, qfrc_actuator and cfrc_ext. Its reward still counts contact forces."""
 
     obs_size = 45
+
+    @classmethod
+    def symmetry(cls) -> dict[str, Reflection]:
+        return {"policy": free_body(human(*ABDOMEN)), "action": human("abdomen_y", "abdomen_z", "abdomen_x")}
+
     outputs = ("xipos", "cfrc_ext")
 
 
@@ -247,6 +292,11 @@ class Swimmer(Joints, Runner):
     obs_size, action_size = 8, 2
     terms = ("reward_forward", "reward_ctrl")
     noise = 0.1
+
+    @classmethod
+    def symmetry(cls) -> dict[str, Reflection]:
+        turned: Reflection = ((0, 1, 2), (-1, -1, -1))
+        return {"policy": joined(turned, SCALAR, ((0,), (-1,)), turned), "action": ((0, 1), (-1, -1))}
 
     def judge(self, fields: Fields, memory: Memory) -> Verdict:
         gained = self.gained(fields, memory)

@@ -40,6 +40,7 @@ import torch
 from torch import Tensor
 
 from pql.contract.env import ObsSpec
+from pql.data.mirror import Reflection
 from pql.envs.mujoco.engine import Fields
 from pql.errors import ConfigError, nearest
 from pql.types import Obs
@@ -145,6 +146,11 @@ class Task:
         self.robot = robot
         unit = (robot.ctrl_middle == 0).all() and (robot.ctrl_half == 1).all()
         self._scaled = not bool(unit)
+
+    @classmethod
+    def symmetry(cls) -> dict[str, Reflection] | None:
+        """Return the reflections of observation groups and ``action`` that leave the task as it is; None: unknown."""
+        return None
 
     @classmethod
     def obs_spec(cls) -> dict[str, ObsSpec]:

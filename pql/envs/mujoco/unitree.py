@@ -185,6 +185,7 @@ class Go1(Unitree):
     fastest = (1.5, 0.8, 1.2)  # Playground's Go1JoystickFlatTerrain
     feet = tuple(f"{leg}_foot_collision" for leg in ("FR", "FL", "RR", "RL"))
     feet_condim = 6
+    sides, odd = {"FL": "FR", "RL": "RR"}, ("hip",)
     height = 0.35
     spread = 0.2
 
@@ -238,6 +239,7 @@ class G1(Unitree):
     base = "pelvis"
     fastest = (1.0, 1.0, 1.0)  # ahead and sideways mjlab's, around that of Playground's G1JoystickFlatTerrain
     feet = tuple(f"{side}_foot{i}_collision" for side in SIDES for i in (2, 6))
+    sides, odd = {"left": "right"}, ("roll", "yaw")
     height = 0.78
     spread = 0.1
 

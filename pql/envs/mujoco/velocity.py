@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pql.data.mirror import AXIAL, COMMAND, POLAR, Reflection, by_names, joined
 from pql.envs.mujoco.engine import Fields
 from pql.envs.mujoco.isaac.measure import into, rotation
 from pql.envs.mujoco.task import HOLD, Draw, Memory, Robot, Start, Task, Verdict, add_servo
@@ -100,6 +101,7 @@ class Velocity(Task):
         spread: joints start within this share of the pose.
         action_scale: targets are within this many times the servo's ``reach`` of the pose; ``limits``: an action of 1
             reaches the limit of the joint that is further from the pose (FastSAC; arXiv 2512.01996).
+        sides, odd: see :func:`pql.data.mirror.by_names`.
     """
 
     frame_skip, dt = 4, 0.02
@@ -117,6 +119,8 @@ class Velocity(Task):
     height: ClassVar[float]
     spread: ClassVar[float]
     action_scale: ClassVar[float | str] = 1.0
+    sides: ClassVar[dict[str, str]]
+    odd: ClassVar[tuple[str, ...]]
 
     def __init__(self, robot: Robot):
         super().__init__(robot)
@@ -138,6 +142,11 @@ class Velocity(Task):
             return (cls.action_scale,) * len(cls.joints)
         spec = cls.source()
         return tuple(furthest(spec.joint(name), joint.pose) / joint.servo.reach for name, joint in cls.joints.items())
+
+    @classmethod
+    def symmetry(cls) -> dict[str, Reflection]:
+        joints = by_names(list(cls.joints), cls.sides, cls.odd)
+        return {"policy": joined(POLAR, AXIAL, POLAR, COMMAND, joints, joints, joints), "action": joints}
 
     @classmethod
     def edit(cls, spec: mujoco.MjSpec) -> None:
