@@ -11,7 +11,7 @@ Shape letters used in every docstring and shape comment of this package:
 This file imports no simulator and no network.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -129,6 +129,26 @@ def split(batch: AnyBatch, count: int) -> list[AnyBatch]:
     if count == 1:
         return [batch]
     return [type(batch)(*fields) for fields in zip(*map(cut, batch), strict=True)]
+
+
+def interleaved(parts: Sequence[Any], count: int) -> Any:
+    """Join parts that are ``count`` batches each, [count * B_i, ...], to ``count`` batches of the rows of all parts.
+    Parts are tensors, or dicts or tuples of parts."""
+    first = parts[0]
+    if isinstance(first, dict):
+        return {k: interleaved([part[k] for part in parts], count) for k in first}
+    if isinstance(first, tuple):
+        return type(first)(*(interleaved(fields, count) for fields in zip(*parts, strict=True)))
+    return torch.cat([part.view(count, -1, *part.shape[1:]) for part in parts], 1).flatten(0, 1)
+
+
+def selected(which: Tensor, one: Any, other: Any) -> Any:
+    """Return the rows of ``one`` where ``which`` [B] is True, else of ``other``; tensors [B, ...], dicts or tuples."""
+    if isinstance(one, dict):
+        return {k: selected(which, v, other[k]) for k, v in one.items()}
+    if isinstance(one, tuple):
+        return type(one)(*(selected(which, *pair) for pair in zip(one, other, strict=True)))
+    return torch.where(column(which, one), one, other)
 
 
 def fill(name: str, store: Tensor, rows: Tensor, least: int = 0) -> None:

@@ -6,12 +6,12 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Generator
 
+from pql.algos.mirror import make_mirror
 from pql.algos.registry import A, Setup
 from pql.config import Config
 from pql.config.algorithms import ActorCriticConfig, ReplayAlgoConfig
 from pql.contract.env import Box, Discrete, EnvSpec, MultiDiscrete, ObsSpec
 from pql.data.frames import deepest, stored_spec
-from pql.data.mirror import Mirror
 from pql.data.normalize import Normalizer
 from pql.data.priority import least_rows
 from pql.data.replay import Cursor, Replay
@@ -41,19 +41,6 @@ def make_normalizer(setup: Setup) -> Normalizer:
     )
     norm.mirror = make_mirror(setup, setup.devices["collector"])
     return norm
-
-
-def make_mirror(setup: Setup, device: torch.device) -> Mirror | None:
-    """Create the reflection of a task's rows; None if the settings ask for none.
-
-    Raises:
-        ConfigError: the task declares no symmetry of what the networks read.
-    """
-    config, wanted = setup.config, getattr(setup.config.algo, "symmetry", None)
-    if wanted is None or not wanted.used:
-        return None
-    read = {k for which in ("policy", "critic") for k in groups_of(config, setup.spec, which)}
-    return Mirror(setup.spec, wanted.augment, sorted(read), device)
 
 
 class ReplayDraw(Protocol):

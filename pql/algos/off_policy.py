@@ -4,7 +4,7 @@ DDPG and SAC are instances of :class:`OffPolicy`; ``Concurrent`` makes them Para
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar, cast
@@ -15,22 +15,26 @@ from torch import Generator, Tensor, nn
 from pql.algos.builders import (
     check_continuous,
     check_obs,
-    make_mirror,
     make_normalizer,
     make_ring,
+    ring_layout,
     ring_rows,
     stored_obs,
 )
+from pql.algos.mirror import make_mirror, with_mirror_loss
 from pql.algos.policies import PolicyState
 from pql.algos.registry import Family, Setup, Wiring
 from pql.collect.actors import ActFunction, NoisyActor
 from pql.collect.collector import Collector
 from pql.collect.exploration import Exploration
+from pql.collect.prefill import demonstrations, observe_recorded
 from pql.config import Config
 from pql.config.algorithms import ActorCriticConfig
+from pql.config.files import expanded
 from pql.contract.env import Box, EnvSpec
 from pql.data.augment import Augment
-from pql.data.mirror import Mirror, with_mirror_loss
+from pql.data.demos import Demos
+from pql.data.mirror import Mirror
 from pql.data.normalize import Normalizer
 from pql.data.replay import Cursor, Replay
 from pql.engine.flat import Flat
@@ -129,34 +133,61 @@ def wire_off_policy(kind: OffPolicy[A], setup: Setup[A]) -> Wiring:
     replays = [make_ring(setup, "v")]
     if devices["p"] != devices["v"]:
         replays.append(make_ring(setup, "p", obs_only=True))
+    demos = make_demos(setup, replays, normalizer)
     actor = make_noisy_actor(kind, config, spec, nets[0])
     collector = Collector(setup.env, actor, normalizer, replays, setup.generator("collector"), setup.execution)
-    v = make_value_learner(kind, setup, *nets, normalizer, replays[0])
-    p = make_policy_learner(kind, setup, *nets, normalizer, replays[-1])
+    v = make_value_learner(kind, setup, *nets, normalizer, Drawn(replays[0], demos[0]))
+    p = make_policy_learner(kind, setup, *nets, normalizer, Drawn(replays[-1], demos[-1]))
     pulls = {"policy": Flat(collector.actor.policy).tensors()}
     publishes = {"norm": normalizer.frozen(), "rows": replays[0].live.tensors()}
     gauges = {} if v.lost is None else {"replay/bootstrap_lost": v.lost}
     return Wiring(collector, pulls, publishes, [v, p], cast(PolicyState, p.state).evaluated, gauges)
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """Rows that a learner draws from."""
+
+    replay: Replay
+    demos: Demos | None
+
+    def parts(self, setup: Setup[A], norm: Normalizer) -> tuple[Any, ...]:
+        """Return the parts of a :class:`PolicyDraw`."""
+        device, ring = self.replay.device, self.replay
+        own = Cursor(ring.num_envs, device), norm.copy_to(device)
+        return setup.config.algo, ring, *own, make_augment(setup), make_mirror(setup, device), self.demos
+
+
+def make_demos(setup: Setup[A], replays: Sequence[Replay], norm: Normalizer) -> Sequence[Demos | None]:
+    """Read the demonstrations, if there are any, for each of ``replays``; the observation statistics count them."""
+    config, spec = setup.config, setup.spec
+    if config.replay.demos is None:
+        return [None] * len(replays)
+    path, layout = expanded("replay.demos", config.replay.demos), ring_layout(config, spec, 0, setup.counts, ())
+    found = demonstrations(path, replays, layout, spec)
+    observe_recorded(norm, found.taken, found.used, spec)
+    return [Demos(ring, config.replay) for ring in found.rings]
+
+
 def make_value_learner(
-    kind: OffPolicy[A], setup: Setup[A], policy: nn.Module, critic: Critic, norm: Normalizer, replay: Replay
+    kind: OffPolicy[A], setup: Setup[A], policy: nn.Module, critic: Critic, norm: Normalizer, source: Drawn
 ) -> Learner:
     """Create the V-learner, with its copies of networks, normaliser and cursor."""
-    algo, device = setup.config.algo, replay.device
-    replay.constants(algo.n_step, algo.gamma)  # the copy to the device would stall the first tick
-    draw = ValueDraw(algo, replay, Cursor(replay.num_envs, device), norm.copy_to(device), *extras(setup, device))
+    algo, device = setup.config.algo, source.replay.device
+    for ring in (source.replay, *([source.demos.ring] if source.demos else [])):
+        ring.constants(algo.n_step, algo.gamma)  # the copy to the device would stall the first tick
+    draw = ValueDraw(*source.parts(setup, norm))
     return kind.value_learner(setup, learner_copy(critic, algo, device), learner_copy(policy, algo, device), draw)
 
 
 def make_policy_learner(
-    kind: OffPolicy[A], setup: Setup[A], policy: nn.Module, critic: Critic, norm: Normalizer, replay: Replay
+    kind: OffPolicy[A], setup: Setup[A], policy: nn.Module, critic: Critic, norm: Normalizer, source: Drawn
 ) -> Learner:
     """Create the P-learner, with its copies of networks, normaliser and cursor."""
-    algo, device = setup.config.algo, replay.device
+    algo, device = setup.config.algo, source.replay.device
     policy, critic = learner_copy(policy, algo, device), learner_copy(critic, algo, device)
     lend_encoder(critic, policy)
-    draw = PolicyDraw(algo, replay, Cursor(replay.num_envs, device), norm.copy_to(device), *extras(setup, device))
+    draw = PolicyDraw(*source.parts(setup, norm))
     learner = kind.policy_learner(setup, policy, critic, draw)
     if draw.mirror is not None and algo.symmetry.mirror_coef > 0:
         learner.update = with_mirror_loss(learner.update, mean_action, draw.mirror)
@@ -179,12 +210,20 @@ class PolicyDraw:
     norm: Normalizer
     augment: Augment
     mirror: Mirror | None = None
+    demos: Demos | None = None
 
     def __call__(self, count: int, gen: Generator) -> list[ObsBatch]:
         """Return ``count`` batches of observations [B, ...]."""
-        batch = self.replay.sample_obs(self.cursor, count * self.algo.batch_size, gen)
+        batch = self.drawn(lambda ring, cursor, rows: ring.sample_obs(cursor, rows, gen), count)
         batches = split(self.reflected(batch._replace(obs=self.norm(batch.obs)), count, gen), count)
         return [one._replace(obs=self.augment(one.obs, gen)) for one in batches]
+
+    def drawn(self, draw: Callable[[Replay, Cursor, int], AnyBatch], count: int) -> AnyBatch:
+        """Return the rows of ``count`` batches, [count * B, ...], with a share of demonstrations if there are any."""
+        size = self.algo.batch_size
+        if self.demos is None:
+            return draw(self.replay, self.cursor, count * size)
+        return self.demos.mixed(draw, (self.replay, self.cursor), (count, size))
 
     def reflected(self, batch: AnyBatch, count: int, gen: Generator) -> AnyBatch:
         """Reflect rows of ``count`` normalised batches, [count * B, ...], as ``algo.symmetry`` says."""
@@ -200,19 +239,14 @@ class ValueDraw(PolicyDraw):
 
     def __call__(self, count: int, gen: Generator) -> list[Batch]:  # type: ignore[override]
         """Return ``count`` batches of B transitions."""
-        algo, norm = self.algo, self.norm
-        batch = self.replay.sample(self.cursor, count * algo.batch_size, algo.n_step, algo.gamma, gen)
+        n, gamma, norm = self.algo.n_step, self.algo.gamma, self.norm
+        batch = self.drawn(lambda ring, cursor, rows: ring.sample(cursor, rows, n, gamma, gen), count)
         reward = batch.reward * norm.reward_scale
         batch = batch._replace(obs=norm(batch.obs), next_obs=norm(batch.next_obs), reward=reward)
         batches = split(self.reflected(batch, count, gen), count)
         return [
             one._replace(obs=self.augment(one.obs, gen), next_obs=self.augment(one.next_obs, gen)) for one in batches
         ]
-
-
-def extras(setup: Setup[ActorCriticConfig], device: torch.device) -> tuple[Augment, Mirror | None]:
-    """Return a learner's augmentation of images, and its reflection."""
-    return make_augment(setup), make_mirror(setup, device)
 
 
 def make_augment(setup: Setup[ActorCriticConfig]) -> Augment:

@@ -12,14 +12,14 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 import torch
 from torch import Generator, Tensor, nn
 
-from pql.algos.builders import check_obs, make_mirror, make_normalizer
+from pql.algos.builders import check_obs, make_normalizer
+from pql.algos.mirror import make_mirror, with_mirror_loss
 from pql.algos.registry import Family, Setup, Wiring
 from pql.collect.actors import StochasticActor
 from pql.collect.collector import Collector
 from pql.config import Config
 from pql.config.algorithms import RolloutAlgoConfig, StochasticConfig
 from pql.contract.env import Box, Discrete, EnvSpec, MultiDiscrete
-from pql.data.mirror import with_mirror_loss
 from pql.data.normalize import Normalizer
 from pql.data.rollout import Progress, Rollout, Segment, View, rollout_bytes
 from pql.data.unrolls import FULL, Reader, Unrolls

@@ -4,7 +4,8 @@ Observations are handled as frame indices, so that a file has to fit into memory
 observation that a ring stores: the newest image of a stack, otherwise the whole observation.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +17,9 @@ from pql.collect.nonfinite import LARGEST, all_finite
 from pql.contract.env import Discrete, EnvSpec, ObsSpec
 from pql.data.flags import NEXT_FIRST, TERMINATED, VALID, tables
 from pql.data.frames import Stacker, deepest, kept_shape
+from pql.data.normalize import Normalizer
+from pql.data.replay import Replay
+from pql.data.sizes import ReplayLayout
 from pql.data.transitions import Columns, flags_of, read_transitions, write_transitions
 from pql.errors import ConfigError
 from pql.types import Obs
@@ -45,6 +49,14 @@ class Stream(NamedTuple):
     origin: Tensor  # [R] int64: index of the transition; -1: a filler row
 
 
+class Demonstrations(NamedTuple):
+    """Rings of recorded transitions, and what they were made of."""
+
+    rings: list[Replay]
+    taken: Transitions
+    used: Tensor  # [M] int64, indices of ``taken``
+
+
 def prefill(collector: Collector, path: str | Path, part: int = 0, parts: int = 1) -> int:
     """Fill the collector's empty rings from a file of either layout; the normaliser sees the observations, too.
 
@@ -60,10 +72,8 @@ def prefill(collector: Collector, path: str | Path, part: int = 0, parts: int = 
     """
     setting, spec = "replay.prefill", collector.env.spec
     replay = collector.replays[0]
-    specs = replay.specs
-    data = read_transitions(setting, path, specs, replay.action, replay.extra, spec.obs)
     kept = replay.rows - 2  # one is the filler at the end, one is in flight
-    taken = share(last(transitions_of(data, specs), kept * replay.num_envs * parts), part, parts)
+    taken = share(last(transitions_in(setting, path, replay, spec), kept * replay.num_envs * parts), part, parts)
     check_values(setting, path, taken, spec)
     stream = stream_of(taken)
     depth = min(stream.flags.shape[0] // replay.num_envs, kept)
@@ -72,24 +82,65 @@ def prefill(collector: Collector, path: str | Path, part: int = 0, parts: int = 
     start = stream.flags.shape[0] - depth * replay.num_envs
     # [depth + 1, N]: consecutive per environment; each one's last row is the next one's first, or ends the stream
     at = start + torch.arange(replay.num_envs) * depth + torch.arange(depth + 1)[:, None]
-    flags = without_history(stream.flags, at, deepest(specs.values()))
+    flags = without_history(stream.flags, at, deepest(replay.specs.values()))
     for ring in collector.replays:
-        for k, store in ring.obs.items():
-            write_transitions(store, taken.frames[k][stream.newest[k][at]])
-        write_transitions(ring.flags, torch.cat((flags, torch.full_like(flags[:1], NEXT_FIRST))))
-        if not ring.obs_only:
-            stores = {"action": ring.action, "reward": ring.reward, **{f"extra.{k}": v for k, v in ring.extra.items()}}
-            for k, store in stores.items():
-                write_transitions(store, stream.columns[k][at])
-        ring.live.head.fill_(depth + 1)
+        write_rows(ring, taken, stream, at, torch.cat((flags, torch.full_like(flags[:1], NEXT_FIRST))))
         ring.begin({k: v.to(ring.device) for k, v in collector.obs.items()})
-    valid = flags & VALID > 0
-    for part in stream.origin[at[:-1][valid]].split(CHUNK):
-        seen = {k: v for k, v in spec.obs.items() if k in collector.normalizer.moments}
-        shown = {k: taken.frames[k][taken.obs[k][part]].view(-1, *s.shape) for k, s in seen.items()}
-        collector.normalizer.observe({k: v.to(collector.device) for k, v in shown.items()})
+    used = stream.origin[at[:-1][flags & VALID > 0]]
+    observe_recorded(collector.normalizer, taken, used, spec)
     collector.normalizer.freeze()
-    return int(valid.sum())
+    return len(used)
+
+
+def demonstrations(path: str | Path, rings: Sequence[Replay], layout: ReplayLayout, spec: EnvSpec) -> Demonstrations:
+    """Read recorded transitions into rings of one column that nothing writes to later, one for each of ``rings``.
+
+    Args:
+        rings: of the run, to whose devices and columns they are copied.
+        layout: of the run's rings.
+    Raises:
+        ConfigError: as for :func:`prefill`.
+    """
+    setting = "replay.demos"
+    taken = transitions_in(setting, path, rings[0], spec)
+    check_values(setting, path, taken, spec)
+    stream, depth = stream_of(taken), deepest(rings[0].specs.values())
+    count = stream.flags.shape[0]
+    if count == 0:
+        raise ConfigError(setting, path, "at least one transition whose successor is known")
+    made, at = [], torch.arange(count + 1)[:, None]
+    for like in rings:
+        one = replace(layout, num_envs=1, horizon=1, rows=count + depth + 2, fillers=False)
+        ring = Replay(one, like.device, obs_only=like.obs_only, reward_clip=like.reward_clip)
+        write_rows(ring, taken, stream, at, without_history(stream.flags, at, depth))
+        made.append(ring)
+    return Demonstrations(made, taken, stream.origin[stream.origin >= 0])
+
+
+def transitions_in(setting: str, path: str | Path, replay: Replay, spec: EnvSpec) -> Transitions:
+    """Return the usable transitions of a file for a run's ring."""
+    data = read_transitions(setting, path, replay.specs, replay.action, replay.extra, spec.obs)
+    return transitions_of(data, replay.specs)
+
+
+def write_rows(ring: Replay, taken: Transitions, stream: Stream, at: Tensor, flags: Tensor) -> None:
+    """Write rows ``at`` [T + 1, N] of a stream into an empty ring; ``flags``: [T, N] or [T + 1, N], their flags."""
+    for k, store in ring.obs.items():
+        write_transitions(store, taken.frames[k][stream.newest[k][at]])
+    write_transitions(ring.flags, flags)
+    if not ring.obs_only:
+        stores = {"action": ring.action, "reward": ring.reward, **{f"extra.{k}": v for k, v in ring.extra.items()}}
+        for k, store in stores.items():
+            write_transitions(store, stream.columns[k][at])
+    ring.live.head.fill_(flags.shape[0])
+
+
+def observe_recorded(normalizer: Normalizer, taken: Transitions, used: Tensor, spec: EnvSpec) -> None:
+    """Update observation statistics with the transitions ``used`` [M]."""
+    seen, device = {k: v for k, v in spec.obs.items() if k in normalizer.moments}, normalizer.reward_scale.device
+    for part in used.split(CHUNK):
+        shown = {k: taken.frames[k][taken.obs[k][part]].view(-1, *s.shape) for k, s in seen.items()}
+        normalizer.observe({k: v.to(device) for k, v in shown.items()})
 
 
 # -- a file's columns as transitions ----------------------------------------------------------------------------------

@@ -90,6 +90,18 @@ class ReplayConfig:
         choices=("float32", "float16", "bfloat16"),
     )
     prefill: str | None = setting(None, "File of recorded transitions that fills the replay of a new run at its start.")
+    demos: str | None = setting(
+        None, "File of recorded transitions of which every batch has a share; it is never overwritten (RLPD)."
+    )
+    demo_share: float = setting(0.5, "Share of them in a batch.", low=0, high=1, when="demos")
+    demo_share_end: float | None = setting(
+        None,
+        "Share from demo_steps env steps on, to which demo_share changes linearly; null: constant.",
+        low=0,
+        high=1,
+        when="demos",
+    )
+    demo_steps: int = setting(1_000_000, "Env steps of that change.", low=1, high=10**12, when="demo_share_end")
     save: bool = setting(False, "Write the replay to replay.safetensors in the run directory when a run ends.")
 
 

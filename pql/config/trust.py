@@ -47,11 +47,18 @@ def check_networks(config: Config, source: object, given: Collection[str] = ()) 
     _refuse(((name, net) for name, net in nets if net is not None and ":" in net), source, given)
 
 
+def check_demos(config: Config, source: object, given: Collection[str] = ()) -> None:
+    """Check the file of demonstrations, which a resumed run reads. Arguments and errors as for :func:`check_task`."""
+    path = config.replay.demos
+    _refuse(iter([] if path is None else [("replay.demos", path)]), source, given)
+
+
 def names_foreign_code(config: Config) -> bool:
     """Return True if a run with this configuration is refused without ``--trust`` when it is read from a file."""
     try:
         check_task(config, "")
         check_networks(config, "")
+        check_demos(config, "")
     except ConfigError:
         return True
     return False

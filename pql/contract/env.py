@@ -175,7 +175,7 @@ class EnvSpec:
             the episode continues; ``restarts``: the simulator may begin an episode (``first``) without ending one;
             ``truncates_at_limit``: episodes are truncated at ``max_episode_steps`` only, so a rollout has room for few
             final observations (those without room count as lost);
-            ``action_reach``: see the property of this name.
+            ``action_reach``: see the property of this name; ``symmetry``: see ``pql.contract.symmetry``.
     """
 
     name: str

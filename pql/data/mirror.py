@@ -1,73 +1,18 @@
-"""Mirroring: transitions of a robot that is the same on its left and on its right, reflected.
+"""Mirroring: batches with the reflected transitions of a robot that is the same on its left and on its right."""
 
-A reflection is a signed permutation of observations and actions, ``Reflection``; a task declares those of its groups in
-``EnvSpec.info["symmetry"]``. Learners then train on the reflected rows as well (``algo.symmetry``).
-"""
-
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Generator, Tensor
 
 from pql.contract.env import EnvSpec
-from pql.engine.worker import Update
+from pql.contract.symmetry import check_reflection
 from pql.errors import ConfigError
-from pql.types import AnyBatch, Metrics, Obs, column
+from pql.types import AnyBatch, Obs, interleaved, selected
 
 Reflection = tuple[tuple[int, ...], tuple[float, ...]]
 """Index and sign: element i of the reflection is ``sign[i] * x[index[i]]``."""
-
-MeanAction = Callable[[nn.Module, Obs], Tensor]
-
-POLAR: Reflection = ((0, 1, 2), (1, -1, 1))  # reflected at the plane y = 0: positions, velocities, forces
-AXIAL: Reflection = ((0, 1, 2), (-1, 1, -1))  # angular velocities, torques
-QUATERNION: Reflection = ((0, 1, 2, 3), (1, -1, 1, -1))  # w, x, y, z
-COMMAND: Reflection = ((0, 1, 2), (1, -1, -1))  # velocity ahead, to the left, around the vertical
-SCALAR: Reflection = ((0,), (1,))
-
-
-def joined(*parts: Reflection) -> Reflection:
-    """Return the reflection of a vector made of ``parts``, one after the other."""
-    index, sign = list[int](), list[float]()
-    for part, signs in parts:
-        index += [len(sign) + i for i in part]
-        sign += signs
-    return tuple(index), tuple(sign)
-
-
-def by_names(names: Sequence[str], sides: Mapping[str, str], odd: Sequence[str] = ()) -> Reflection:
-    """Return the reflection of values named ``names``, such as joints.
-
-    Args:
-        sides: parts of names that replace each other: ``{"left": "right"}``. A name without any is its own partner.
-        odd: parts of the names of joints whose angle changes its sign, such as roll and yaw.
-    Raises:
-        ConfigError: a partner is not among the names.
-    """
-    both = {**sides, **{b: a for a, b in sides.items()}}
-    index = []
-    for name in names:
-        part = next((one for one in both if one in name), None)
-        partner = name if part is None else name.replace(part, both[part])
-        if partner not in names:
-            raise ConfigError("symmetry", name, f"joints in pairs: there is no {partner}")
-        index.append(list(names).index(partner))
-    return tuple(index), tuple(-1.0 if any(one in name for one in odd) else 1.0 for name in names)
-
-
-def check_reflection(name: str, value: Any, size: int) -> Reflection:
-    """Return the declared reflection of group ``name``.
-
-    Raises:
-        ConfigError: it is not one of ``size`` elements, or not its own inverse.
-    """
-    index, sign = (tuple(part) for part in value)
-    fits = len(index) == len(sign) == size and sorted(index) == [*range(size)] and {*map(abs, sign)} <= {1}
-    if not fits or any(index[j] != i or sign[i] != sign[j] for i, j in enumerate(index)):
-        allowed = f"{size} indices and {size} signs that give the identity when applied twice"
-        raise ConfigError(f"symmetry of {name}", value, allowed)
-    return index, sign
 
 
 class Mirror:
@@ -121,47 +66,7 @@ class Mirror:
     def mixed(self, fields: dict[str, Any], turned: dict[str, Any], count: int, gen: Generator) -> dict[str, Any]:
         """Return ``fields`` [count * B, ...] with the reflected ones, ``turned``, as :meth:`rows` does."""
         if self.double:
-            return {k: self._added(v, turned.get(k, v), count) for k, v in fields.items()}
+            return interleaved([fields, {**fields, **turned}], count)
         rows = len(next(v for v in fields.values() if isinstance(v, Tensor)))
         which = torch.rand(rows, generator=gen, device=self.device) < 0.5
-        return {k: picked(which, turned[k], v) if k in turned else v for k, v in fields.items()}
-
-    def _added(self, x: Any, turned: Any, count: int) -> Any:
-        if isinstance(x, dict):
-            return {k: self._added(v, turned[k], count) for k, v in x.items()}
-        pair = [t.view(count, -1, *t.shape[1:]) for t in (x, turned)]
-        return torch.cat(pair, 1).flatten(0, 1)
-
-
-def picked(which: Tensor, one: Any, other: Any) -> Any:
-    """Return the rows of ``one`` where ``which`` [B] is True, else of ``other``; tensors or groups, [B, ...]."""
-    if isinstance(one, dict):
-        return {k: picked(which, v, other[k]) for k, v in one.items()}
-    return torch.where(column(which, one), one, other)
-
-
-def with_mirror_loss(update: Update[Any, Any, Any], mean: MeanAction, mirror: Mirror) -> Update[Any, Any, Any]:
-    """Return ``update`` with the mirror loss added to its policy's loss.
-
-    ``algo.symmetry.mirror_coef`` times E[|mu(M o) - M mu(o)|^2] / A, where the second term has no gradient (rsl_rl).
-
-    Args:
-        mean: (policy, obs [B, ...]) -> its mean action [B, A].
-    """
-
-    def updated(state: Any, batch: Any, settings: Any, gen: Generator) -> Metrics:
-        policy = state.policy.module if hasattr(state.policy, "module") else state.policy
-        parts: list[Tensor] = []
-
-        def added() -> Tensor:
-            wanted = mirror.reflected("action", mean(policy, batch.obs).detach())
-            apart = (mean(policy, mirror.obs(batch.obs)) - wanted).square().mean(-1)
-            parts.append((apart * batch.mask).sum() / batch.mask.sum().clamp(min=1))
-            return settings.symmetry.mirror_coef * parts[0]
-
-        state.optimizer.extra = added
-        metrics = update(state, batch, settings, gen)
-        state.optimizer.extra = None
-        return {**metrics, "loss/mirror": parts[0].detach()}
-
-    return updated
+        return {k: selected(which, turned[k], v) if k in turned else v for k, v in fields.items()}

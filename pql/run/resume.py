@@ -9,7 +9,7 @@ from pql.config import Config, from_dict, leaves
 from pql.config.compose import RESUMABLE, RESUMABLE_TOO, merge_layers, parse_words
 from pql.config.layers import Layer
 from pql.config.schema import nested
-from pql.config.trust import PYTHON, check_links, check_networks, check_task, names_code
+from pql.config.trust import PYTHON, check_demos, check_links, check_networks, check_task, names_code
 from pql.errors import ConfigError, PqlWarning, show
 from pql.run.store.run_dir import run_settings
 
@@ -42,6 +42,7 @@ def resume_config(run_dir: Path, overrides: Sequence[str], trust: bool = False) 
     if not trust:
         check_task(config, run_dir, values)
         check_networks(config, run_dir, values)
+        check_demos(config, run_dir, values)
         check_links(run_dir)
         if UPLOADING not in values:
             config = _offline(config)

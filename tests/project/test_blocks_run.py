@@ -40,6 +40,14 @@ def test_a_test_executes_the_python_blocks_of_every_page():
     assert [page for page in pages if not re.search(rf"[\"/]{page}(\.md)?\"", tests)] == []
 
 
+def test_the_symmetry_of_the_guide_is_that_of_the_task():
+    names = [f"{leg}_{part}_joint" for leg in ("FR", "FL", "RR", "RL") for part in ("hip", "thigh", "calf")]
+    scope = {"JOINT_NAMES": names}
+    exec(block("docs/guides/robot_kit.md", "by_names", ('spec = EnvSpec(..., info={"symmetry": symmetry})', "")), scope)
+    task = pytest.importorskip("pql.envs.mujoco.unitree")
+    assert scope["symmetry"] == task.Go1.symmetry()
+
+
 def test_a_method_that_draws():
     scope = {"np": np}
     exec(block("docs/play.md", "def render"), scope)

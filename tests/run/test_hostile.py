@@ -481,6 +481,13 @@ def test_a_run_that_names_a_program_or_a_module_is_refused(run: Path, mark: Path
     assert not mark.exists()
 
 
+def test_a_run_that_names_a_file_of_demonstrations_is_not_resumed(run: Path, capsys) -> None:
+    plant(run, "replay.demos", "/etc/passwd")
+    line = refused("resume", run, "budget.env_steps=900", capsys=capsys)
+    assert line.startswith("pql: replay.demos=/etc/passwd: expected something built in")
+    assert main(["eval", str(run), "episodes=1"]) == 0  # which reads no replay
+
+
 def pickled(mark: Path, rng: random.Random) -> bytes:
     """A pickle of a payload: alone, in torch's archive, or where a safetensors file has its header or its data."""
     plain = pickle.dumps(Payload(mark), rng.randrange(pickle.HIGHEST_PROTOCOL + 1))

@@ -26,6 +26,7 @@ class ActorCriticConfig(ReplayAlgoConfig):
 
     learners: ClassVar[tuple[str, ...]] = ("v", "p")
     discrete: ClassVar[bool | None] = False
+    demonstrated: ClassVar[bool] = True
 
     v_per_step: float = setting(
         8.0,

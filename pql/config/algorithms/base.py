@@ -24,12 +24,14 @@ class AlgoConfig:
         schedules: supported schedules.
         learners: workers other than the collector.
         discrete: supported actions: True: discrete, False: continuous, None: both.
+        demonstrated: batches may have a share of demonstrations.
     """
 
     data: ClassVar[str]
     schedules: ClassVar[tuple[str, ...]] = ("concurrent", "lockstep")
     learners: ClassVar[tuple[str, ...]] = ("learner",)
     discrete: ClassVar[bool | None] = None
+    demonstrated: ClassVar[bool] = False
 
     name: str = setting("", "Name of the preset.")
     family: str = setting("", "Family of update functions.", weights="policy")
@@ -95,6 +97,9 @@ class AlgoConfig:
 
     def check(self, config: "Config") -> None:
         """Raise ``ConfigError`` if settings are incompatible."""
+        if config.replay.demos is not None and not self.demonstrated:
+            allowed = f"null: for off-policy actor-critics (pql, sac, ...), not algo={self.name}; see replay.prefill"
+            raise ConfigError("replay.demos", config.replay.demos, allowed)
         for name in ("policy", "critic"):
             net: Any = getattr(self, name, None)
             blocks = getattr(net, "trunk", "mlp") != "mlp"

@@ -191,9 +191,7 @@ class PpoConfig(StochasticConfig):
         if self.lstm is not None and (self.policy.net or self.critic.net):
             raise ConfigError("algo.lstm", self.lstm, "null: networks from elsewhere (algo.*.net) have no memory here")
         if self.lstm is not None and self.symmetry.used:
-            raise ConfigError(
-                "algo.lstm", self.lstm, "null with algo.symmetry: reflected rows have no memory"
-            )
+            raise ConfigError("algo.lstm", self.lstm, "null with algo.symmetry: reflected rows have no memory")
         if self.lr_schedule == "linear" and self.anneal_steps is None:
             raise ConfigError("algo.anneal_steps", None, "env steps, with algo.lr_schedule=linear")
         for name, value in (("anneal_steps", self.anneal_steps), ("anneal_clip", self.anneal_clip)):

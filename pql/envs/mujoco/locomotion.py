@@ -10,7 +10,7 @@ import mujoco
 import torch
 from torch import Tensor
 
-from pql.data.mirror import AXIAL, POLAR, QUATERNION, SCALAR, Reflection, by_names, joined
+from pql.contract.symmetry import AXIAL, POLAR, QUATERNION, SCALAR, Reflection, by_names, side_by_side
 from pql.envs.mujoco.engine import Fields
 from pql.envs.mujoco.suite import GymTask, ctrl_cost, finite, measure_contacts
 from pql.envs.mujoco.task import Memory, Robot, Verdict
@@ -102,7 +102,7 @@ class Walker2d(Planar):
     @classmethod
     def symmetry(cls) -> dict[str, Reflection]:
         legs: Reflection = ((3, 4, 5, 0, 1, 2), (1,) * 6)
-        return {"policy": joined(SCALAR, SCALAR, legs, SCALAR, SCALAR, SCALAR, legs), "action": legs}
+        return {"policy": side_by_side(SCALAR, SCALAR, legs, SCALAR, SCALAR, SCALAR, legs), "action": legs}
 
     def healthy(self, fields: Fields) -> Tensor:
         height, angle = fields["qpos"][:, 1], fields["qpos"][:, 2]
@@ -111,7 +111,7 @@ class Walker2d(Planar):
 
 def free_body(joints: Reflection) -> Reflection:
     """Return the reflection of the positions and velocities of a free body with ``joints``, without x and y."""
-    return joined(SCALAR, QUATERNION, joints, POLAR, AXIAL, joints)
+    return side_by_side(SCALAR, QUATERNION, joints, POLAR, AXIAL, joints)
 
 
 class Ant(Runner):
@@ -138,10 +138,10 @@ class Ant(Runner):
 
     @classmethod
     def symmetry(cls) -> dict[str, Reflection]:
-        bodies = joined(*[joined(AXIAL, POLAR)] * 13)
+        bodies = side_by_side(*[side_by_side(AXIAL, POLAR)] * 13)
         others = [0, *(1 + 3 * leg + part for leg in (3, 2, 1, 0) for part in range(3))]  # torso; hip, aux, ankle
         forces = tuple(6 * body + i for body in others for i in range(6)), bodies[1]
-        return {"policy": joined(free_body(cls.hinges()), forces), "action": cls.hinges(4, 1, 2, 3)}
+        return {"policy": side_by_side(free_body(cls.hinges()), forces), "action": cls.hinges(4, 1, 2, 3)}
 
     def position(self, fields: Fields) -> Tensor:
         # the reference differentiates the torso's frame, which is one substep behind qpos
@@ -296,7 +296,7 @@ class Swimmer(Joints, Runner):
     @classmethod
     def symmetry(cls) -> dict[str, Reflection]:
         turned: Reflection = ((0, 1, 2), (-1, -1, -1))
-        return {"policy": joined(turned, SCALAR, ((0,), (-1,)), turned), "action": ((0, 1), (-1, -1))}
+        return {"policy": side_by_side(turned, SCALAR, ((0,), (-1,)), turned), "action": ((0, 1), (-1, -1))}
 
     def judge(self, fields: Fields, memory: Memory) -> Verdict:
         gained = self.gained(fields, memory)

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 
 from pql.contract.env import ObsSpec
-from pql.data.mirror import Reflection
+from pql.contract.symmetry import Reflection
 from pql.envs.mujoco.engine import Fields
 from pql.errors import ConfigError, nearest
 from pql.types import Obs

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pql.data.mirror import AXIAL, COMMAND, POLAR, Reflection, by_names, joined
+from pql.contract.symmetry import AXIAL, COMMAND, POLAR, Reflection, by_names, side_by_side
 from pql.envs.mujoco.engine import Fields
 from pql.envs.mujoco.isaac.measure import into, rotation
 from pql.envs.mujoco.task import HOLD, Draw, Memory, Robot, Start, Task, Verdict, add_servo
@@ -101,7 +101,7 @@ class Velocity(Task):
         spread: joints start within this share of the pose.
         action_scale: targets are within this many times the servo's ``reach`` of the pose; ``limits``: an action of 1
             reaches the limit of the joint that is further from the pose (FastSAC; arXiv 2512.01996).
-        sides, odd: see :func:`pql.data.mirror.by_names`.
+        sides, odd: see :func:`pql.contract.symmetry.by_names`.
     """
 
     frame_skip, dt = 4, 0.02
@@ -146,7 +146,7 @@ class Velocity(Task):
     @classmethod
     def symmetry(cls) -> dict[str, Reflection]:
         joints = by_names(list(cls.joints), cls.sides, cls.odd)
-        return {"policy": joined(POLAR, AXIAL, POLAR, COMMAND, joints, joints, joints), "action": joints}
+        return {"policy": side_by_side(POLAR, AXIAL, POLAR, COMMAND, joints, joints, joints), "action": joints}
 
     @classmethod
     def edit(cls, spec: mujoco.MjSpec) -> None:

@@ -12,7 +12,16 @@ from pql.run.store import checkpoint
 from pql.run.store.run_dir import read_summary
 
 CARD_BYTES = 256 << 10
-LOCAL = ("run_dir=", "multirun_dir=", "init_from=", "logger", "replay.prefill=", "task.process", "task.remote")
+LOCAL = (
+    "run_dir=",
+    "multirun_dir=",
+    "init_from=",
+    "logger",
+    "replay.prefill=",
+    "replay.demos=",
+    "task.process",
+    "task.remote",
+)
 """Overrides that name places on a machine."""
 
 

@@ -25,7 +25,7 @@ LIMITS = {MANIFEST: JSON_BYTES, TENSORS: 1 << 30, CARD: CARD_BYTES}  # bytes
 IGNORED = (".gitattributes", "LICENSE")  # may be there, and are not downloaded
 NAME = re.compile(r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}", re.ASCII)
 COMMIT = re.compile(r"[0-9a-f]{40}")
-PRIVATE = (("run_dir",), ("init_from",), ("replay", "prefill"), ("task", "remote"), ("logger",))
+PRIVATE = (("run_dir",), ("init_from",), ("replay", "prefill"), ("replay", "demos"), ("task", "remote"), ("logger",))
 """Settings that a policy does not need and that name places on a machine."""
 
 
