@@ -24,6 +24,7 @@ from pql.algos.builders import (
 from pql.algos.mirror import make_mirror, with_mirror_loss
 from pql.algos.policies import PolicyState
 from pql.algos.registry import Family, Setup, Wiring
+from pql.algos.rnd import curious_values, make_novelty
 from pql.collect.actors import ActFunction, NoisyActor
 from pql.collect.collector import Collector
 from pql.collect.exploration import Exploration
@@ -177,7 +178,11 @@ def make_value_learner(
     for ring in (source.replay, *([source.demos.ring] if source.demos else [])):
         ring.constants(algo.n_step, algo.gamma)  # the copy to the device would stall the first tick
     draw = ValueDraw(*source.parts(setup, norm))
-    return kind.value_learner(setup, learner_copy(critic, algo, device), learner_copy(policy, algo, device), draw)
+    learner = kind.value_learner(setup, learner_copy(critic, algo, device), learner_copy(policy, algo, device), draw)
+    if (novelty := make_novelty(setup, device)) is not None:
+        learner.state.add("rnd", novelty)
+        learner.update = curious_values(learner.update, novelty)
+    return learner
 
 
 def make_policy_learner(

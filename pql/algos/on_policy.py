@@ -15,6 +15,7 @@ from torch import Generator, Tensor, nn
 from pql.algos.builders import check_obs, make_normalizer
 from pql.algos.mirror import make_mirror, with_mirror_loss
 from pql.algos.registry import Family, Setup, Wiring
+from pql.algos.rnd import curious_rollouts, make_novelty
 from pql.collect.actors import StochasticActor
 from pql.collect.collector import Collector
 from pql.config import Config
@@ -178,10 +179,13 @@ def make_learner(kind: OnPolicy[A], setup: Setup[A], flat: Flat, source: Source)
     cast(RolloutState, state).reader = source.reader
     progress = cast(RolloutState, state).progress
 
-    update = mirrored_update(kind.update, setup, state)
+    from_segment, update = kind.draw, mirrored_update(kind.update, setup, state)
+    if hasattr(settings, "rnd") and (novelty := make_novelty(setup, setup.devices["learner"])) is not None:
+        state.add("rnd", novelty)
+        from_segment, update = curious_rollouts(from_segment, update, novelty)
 
     def draw(count: int, gen: Generator) -> Iterable[Any]:
-        return kind.draw(state, source.read(), settings, gen)
+        return from_segment(state, source.read(), settings, gen)
 
     size = sum(p.numel() for p in cast(ActorCritic, flat.module).policy.parameters())  # they come first
     return Learner(

@@ -51,6 +51,22 @@ class SymmetryConfig:
 
 
 @dataclass(frozen=True)
+class RndConfig:
+    """Random network distillation: a bonus for new states (Burda et al. 2019)."""
+
+    weight: float = setting(0.0, "Weight of the bonus, in units of the scaled reward; 0: none.", low=0, high=1e6)
+    obs: list[str] | None = setting(None, "Observation groups whose novelty counts; null: policy.", when="weight>0")
+    outputs: int = setting(16, "Outputs of both networks.", low=1, high=4096, when="weight>0")
+    hidden: list[int] = setting([128, 128], "Hidden layers of both networks.", when="weight>0")
+    lr: float = setting(1e-3, "Learning rate of the prediction.", above=0, high=1, when="weight>0")
+    normalize: bool = setting(True, "Divide bonuses by their running standard deviation.", when="weight>0")
+    final: float = setting(1.0, "Factor of the weight after algo.rnd.updates.", low=0, high=1, when="weight>0")
+    updates: int = setting(
+        100_000, "Updates in which the weight falls linearly to final times itself.", low=1, high=10**9, when="weight>0"
+    )
+
+
+@dataclass(frozen=True)
 class EpsilonConfig:
     """Epsilon-greedy exploration."""
 

@@ -75,9 +75,14 @@ class State:
     """
 
     def own(self) -> dict[str, Any]:
-        """Return the fields that are not copies."""
+        """Return the fields that are not copies, and states added with :meth:`add`."""
         declared: tuple[Field[Any], ...] = fields(self)  # type: ignore[arg-type]
-        return {f.name: getattr(self, f.name) for f in declared if "pulled" not in f.metadata}
+        mine = {f.name: getattr(self, f.name) for f in declared if "pulled" not in f.metadata}
+        return mine | vars(self).get("_added", {})
+
+    def add(self, name: str, state: "State") -> None:
+        """Add a state that an extension of the update changes; it is saved and connected with this one."""
+        vars(self).setdefault("_added", {})[name] = state
 
     def state_dict(self) -> dict[str, Any]:
         return {k: v.state_dict() for k, v in self.own().items() if hasattr(v, "state_dict")}
@@ -88,12 +93,15 @@ class State:
                 v.load_state_dict(state[k])
 
     def optimizers(self) -> list[Optimizer]:
-        return [member for member in self.own().values() if isinstance(member, Optimizer)]
+        members = self.own().values()
+        nested = [optimizer for one in members if isinstance(one, State) for optimizer in one.optimizers()]
+        return [*(member for member in members if isinstance(member, Optimizer)), *nested]
 
     def connect(self, group: Group) -> None:
         """Train the same weights as all processes of ``group``: optimisers average their gradients."""
-        for optimizer in self.optimizers():
-            optimizer.connect(group)
+        for member in self.own().values():
+            if isinstance(member, Optimizer | State):
+                member.connect(group)
 
 
 StateT = TypeVar("StateT")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pql.config.algorithms.base import COUNTABLE, AlgoConfig, ReplayAlgoConfig, check_support
 from pql.config.fields import group, like, setting
-from pql.config.groups import ExploreConfig, SymmetryConfig
+from pql.config.groups import ExploreConfig, RndConfig, SymmetryConfig
 from pql.config.networks import (
     AugmentedEncoderConfig,
     ClimbingPolicyConfig,
@@ -48,6 +48,7 @@ class ActorCriticConfig(ReplayAlgoConfig):
     policy: ClimbingPolicyConfig = group(ClimbingPolicyConfig, "Policy.")
     explore: ExploreConfig = group(ExploreConfig, "Exploration noise.")
     symmetry: SymmetryConfig = group(SymmetryConfig, "Training on reflected rows.")
+    rnd: RndConfig = group(RndConfig, "Bonus for new states.")
 
     @property
     def ratios(self) -> dict[str, float]:

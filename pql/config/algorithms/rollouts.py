@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pql.config.algorithms.base import AlgoConfig, check_cutoffs, check_epsilon, check_support, refuse_p_learner
 from pql.config.fields import group, like, setting
-from pql.config.groups import CentralConfig, EpsilonConfig, OptionalVtraceConfig, SymmetryConfig, VtraceConfig
+from pql.config.groups import (
+    CentralConfig,
+    EpsilonConfig,
+    OptionalVtraceConfig,
+    RndConfig,
+    SymmetryConfig,
+    VtraceConfig,
+)
 from pql.config.networks import (
     PathwiseCriticConfig,
     PathwisePolicyConfig,
@@ -171,6 +178,7 @@ class PpoConfig(StochasticConfig):
     )
     central: CentralConfig = group(CentralConfig, "Synchronisation of replicas.")
     symmetry: SymmetryConfig = group(SymmetryConfig, "Training on reflected rows.")
+    rnd: RndConfig = group(RndConfig, "Bonus for new states.")
 
     @property
     def on_policy_corrected(self) -> bool:
