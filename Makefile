@@ -75,7 +75,7 @@ test-warp: setup warp robots
 # ManiSkill draws even where nobody looks: without a GPU it takes mesa-vulkan-drivers of Mesa 24.3 or newer.
 ADAPTERS ?= playground mjlab envpool maniskill
 playground_WANTS := playground==0.2.0
-mjlab_WANTS := mjlab==1.6.0
+mjlab_WANTS := mjlab==1.6.0 safetensors "hydra-core<1.4" "omegaconf<2.4" onnxruntime
 envpool_WANTS := envpool==1.2.5
 maniskill_WANTS := mani-skill==3.0.1
 

@@ -62,7 +62,7 @@ class Agent:
             log_alpha=alpha.log_alpha,
             temperature=None,  # the policy's update trains it
             temperature_optimizer=None,
-            log_reach=0.0,
+            log_slope=None,
         )
         self.improver = SacPolicyState(
             policy=policy,
@@ -73,7 +73,7 @@ class Agent:
             log_alpha=alpha.log_alpha,
             temperature=temperature,
             temperature_optimizer=AdamW(temperature, SETTINGS.alpha_lr),
-            log_reach=0.0,
+            log_slope=None,
         )
 
     @torch.no_grad()

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pql import wrap as wrap
     from pql.algos.registry import register_algorithm as register_algorithm
     from pql.api import compare as compare
+    from pql.api import drive as drive
     from pql.api import evaluate as evaluate
     from pql.api import report as report
     from pql.api import resume as resume
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "train": "pql.api",
+    "drive": "pql.api",
     "resume": "pql.api",
     "evaluate": "pql.api",
     "compare": "pql.api",

@@ -3,7 +3,7 @@
 torch is imported only when needed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from pql.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pql.contract.env import VecEnv
-    from pql.run.session import Callbacks
+    from pql.contract.env import EnvSpec, VecEnv
+    from pql.run.driven import Driven
+    from pql.run.session import Callbacks, Session
     from pql.run.store.run_dir import Summary
 
 NAMES_A_TASK = ("task", "task.name", "task.id", "task.game", "task.live")
@@ -46,6 +47,48 @@ def train(
 
         env = adapted(env)
     return launch(words if env is None else words_for(env, words), env=env, callbacks=callbacks, quiet=quiet)
+
+
+def drive(
+    *overrides: str | Mapping[str, Any],
+    spec: "EnvSpec",
+    run_dir: str | Path | None = None,
+    state: Mapping[str, Any] | None = None,
+    continues: bool = False,
+    **options: Any,
+) -> "Driven":
+    """Train in a loop of your own, which steps the environments: ``run.begin(obs)``, then ``run.feed(step)``.
+
+    For the loop of another library (``pql.lab``) or of a robot. The run learns, logs and saves as in :func:`train`; it
+    is not evaluated, because the environments are yours (``pql eval`` evaluates its checkpoints). Its budget is
+    unlimited by default.
+
+    Args:
+        overrides: as for :func:`train`.
+        spec: of the environments. Its device is the run's.
+        run_dir: of a run to resume; None: a new one (whose directory is the setting ``run_dir``).
+        state: output of ``Driven.state`` that a new run begins with.
+        continues: the environments are in the state in which the run was saved; else their episodes begin again.
+        options: ``callbacks``, ``quiet`` and ``trust``, as for :func:`resume`.
+    Returns:
+        the run, built and waiting for ``begin``.
+    Raises:
+        ConfigError: an invalid override, or one that needs environments of its own (``eval.final``).
+    """
+    from functools import partial
+
+    from pql.config.compose import words_of
+    from pql.config.files import expanded
+    from pql.run.driven import Driven, FedSession
+
+    if unknown := options.keys() - {"callbacks", "quiet", "trust"}:
+        raise TypeError(f"drive() has no argument {unknown.pop()!r}: callbacks, quiet or trust")
+    run, words = Driven(spec, continues), words_of(overrides)
+    if run_dir is None:
+        words = driven_words(run.env, words)
+    kind = partial(FedSession, link=run.link, state=state)
+    where = None if run_dir is None else expanded("run", run_dir)
+    return run.open(partial(launch, words, where, kind=kind, env=run.env, **options))
 
 
 def resume(
@@ -157,7 +200,12 @@ def _page(runs: Sequence[str | Path], out: str | Path | None, single: bool = Fal
 
 
 def launch(
-    words: list[str], run_dir: Path | None = None, quiet: bool = False, trust: bool = False, **options: Any
+    words: list[str],
+    run_dir: Path | None = None,
+    quiet: bool = False,
+    trust: bool = False,
+    kind: "Callable[..., Session] | None" = None,
+    **options: Any,
 ) -> "Summary":
     """Print what the run will do, then import torch (seconds on a busy machine), and run.
 
@@ -165,6 +213,7 @@ def launch(
         words: overrides of the command line.
         run_dir: of the run to resume; None: a new one.
         trust: run code that the settings of a resumed run name, as ``--trust`` does.
+        kind: makes the session; None: ``Session``.
         options: of ``Session``.
     """
     from pql.config.compose import compose
@@ -205,7 +254,12 @@ def launch(
                 if console:
                     console.say(opening(config, where))
         options |= {"console": console, "claim": claim, "resume": resume, "overrides": words, "quiet": quiet}
-        return Session(config, **options).train()
+        return (kind or Session)(config, **options).train()
+
+
+def driven_words(env: "VecEnv", words: list[str]) -> list[str]:
+    """Return the overrides of a run that its caller steps. Raises ``ConfigError`` as :func:`words_for`."""
+    return words_for(env, ["eval.final=false", "eval.every_seconds=null", "budget.seconds=1e9", *words])
 
 
 def words_for(env: "VecEnv", words: list[str]) -> list[str]:

@@ -12,6 +12,9 @@ from typing import Any
 UNSEEN = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Control characters, bidirectional text marks and lone surrogates: unsafe to print on a terminal."""
 
+VERBOSE = "PQL_VERBOSE"
+"""Environment variable, set by ``--verbose``: show what simulators print. Their processes inherit it."""
+
 
 class PqlError(Exception):
     """Base of the errors below."""

@@ -52,8 +52,8 @@ class Step(NamedTuple):
             episode ended, else equal to ``obs``, with which it may share memory.
         final_ok: [N] bool. False where an episode ended and the simulator did not return its final observation.
         valid: [N] bool. False in a filler row of next-step autoreset: the action was ignored, and learners skip it.
-        log: name -> [N] float32, one entry per name in ``EnvSpec.log``: reward terms, for example. Summed over an
-            episode for the training log.
+        log: name -> [N] float32, one entry per name in ``EnvSpec.log``, which says how each is averaged: reward terms,
+            for example.
     """
 
     obs: Obs

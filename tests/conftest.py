@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pql.algos.off_policy import make_critic
+from pql.algos.registry import make_policy
 from pql.config import Config, PlacementConfig, from_dict
 from pql.config.families import record_of
 from pql.config.migrate import known
@@ -32,7 +33,7 @@ from pql.engine.executors import Executor
 from pql.engine.placement import set_precision
 from pql.engine.schedule import Trace
 from pql.nets.mlp import Critic, seeded
-from pql.run.build import build, make_policy
+from pql.run.build import build
 from pql.run.components import Parts
 from pql.run.store.checkpoint import flatten
 
@@ -111,6 +112,14 @@ def _temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(folder))
         patch.setattr(tempfile, "tempdir", None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_records() -> Iterator[None]:
+    """Keep no record of the tests' runs, as if their directories came from somebody else."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", "/dev/null")
         yield
 
 

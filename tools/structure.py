@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOMS = (  # lowest first: a module imports only from its own room and those before it
-    *("errors", "types", "contract", "envs", "config", "nets", "engine", "data"),
-    *("remote", "collect", "algos", "run", "reports", "wrap", "api", "cli"),
+    *("deploy", "errors", "types", "contract", "envs", "config", "nets", "engine", "data"),
+    *("remote", "collect", "algos", "run", "reports", "wrap", "api", "lab", "cli"),
 )
 ALLOWED = {
     ("contract.registry", "envs"): "the table of built-in simulators is in their package",

@@ -254,7 +254,7 @@ class ValueDraw(PolicyDraw):
         ]
 
 
-def make_augment(setup: Setup[ActorCriticConfig]) -> Augment:
+def make_augment(setup: Setup[Any]) -> Augment:
     """Create the augmentation of all images of an environment."""
     encoder = setup.config.algo.encoder
     images = {k: channels_last(s.shape) for k, s in setup.spec.obs.items() if is_image(s)}

@@ -35,6 +35,7 @@ BUILT_IN = {
     "r2d2": "pql.algos.r2d2:FAMILY",
     "pqn": "pql.algos.pqn:FAMILY",
     "reppo": "pql.algos.reppo:FAMILY",
+    "distill": "pql.algos.distill:FAMILY",
 }
 
 _registered: dict[str, "Family[Any]"] = {}
@@ -53,6 +54,7 @@ class Setup(Generic[A_co]):
         rows: storage rows per environment, as the family's ``check`` returned them.
         devices: devices by worker.
         execution: whether bodies are captured and compiled.
+        load: (path, device) -> a trained policy.
     """
 
     config: Config[A_co]
@@ -61,6 +63,7 @@ class Setup(Generic[A_co]):
     rows: int
     devices: Devices
     execution: Execution
+    load: Callable[[str, torch.device], Any]
 
     @property
     def spec(self) -> EnvSpec:
@@ -154,6 +157,11 @@ def family_of(config: Config[A]) -> Family[A]:
         family = next(entry.load() for entry in entry_points(group=families.GROUP) if entry.name == name)
     own(config, family.settings)
     return family
+
+
+def make_policy(config: Config, spec: EnvSpec) -> nn.Module:
+    """Return a freshly initialised policy network."""
+    return family_of(config).policy(config, spec)
 
 
 def seeds(seed: int) -> dict[str, int]:

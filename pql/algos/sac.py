@@ -5,6 +5,7 @@ n-step SAC. The critics' step is ``critics.critic_step``. The policy's updates d
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -31,6 +32,8 @@ from pql.nets.layers import batch_statistics
 from pql.nets.mlp import Critic, GaussianPolicy
 from pql.types import Batch, Metrics, Obs, ObsBatch
 
+LogSlope = Callable[[Tensor, Tensor], Tensor | float]
+
 
 class Temperature(nn.Module):
     """log(alpha) as a parameter."""
@@ -47,18 +50,19 @@ class TemperatureState(State):
     Attributes:
         log_alpha: [1] log(alpha): that of ``temperature``, or a copy.
         temperature: parameters of a :class:`Temperature`; None: the other learner has them.
-        log_reach: log-densities in [-1, 1] minus this are those in the unit of ``algo.entropy_unit``.
+        log_slope: (mean, log_std) -> what to subtract from log-densities in [-1, 1] for those in the unit of
+            ``algo.entropy_unit``; None: nothing. See :func:`log_slope`.
     """
 
     log_alpha: Tensor
     temperature: Flat | None
     temperature_optimizer: AdamW | None
-    log_reach: float
+    log_slope: LogSlope | None
 
     def sample(self, mean: Tensor, log_std: Tensor, gen: Generator) -> tuple[Tensor, Tensor]:
         """Draw actions in [-1, 1], [B, A], with their log-density in the unit of densities, [B]."""
         action, log_prob = squashed_gaussian(mean, log_std, gen)
-        return action, log_prob - self.log_reach if self.log_reach else log_prob
+        return action, log_prob - self.log_slope(mean, log_std) if self.log_slope else log_prob
 
 
 @dataclass(kw_only=True)
@@ -140,7 +144,7 @@ def sampled_action(policy: nn.Module, obs: Obs, noise: Noise) -> Tensor:
     return torch.tanh(mean + log_std.exp() * noise(mean))
 
 
-def gaussian_policy(config: Config[SacConfig], spec: EnvSpec) -> nn.Module:
+def gaussian_policy(config: Config[Any], spec: EnvSpec) -> nn.Module:
     """Create a Gaussian policy."""
     net = config.algo.policy
     kind = partial(GaussianPolicy, log_std=(net.log_std_min, net.log_std_max), clip=net.log_std == "clip")
@@ -160,6 +164,26 @@ def log_reach(config: Config[SacConfig], spec: EnvSpec) -> float:
         if not 0 < one < math.inf:
             raise ConfigError("algo.entropy_unit", "action", f"unit: an action of 1 is {one:g} in dimension {i}")
     return sum(map(math.log, reach))
+
+
+def log_slope(config: Config[SacConfig], spec: EnvSpec, device: torch.device) -> LogSlope | None:
+    """Return the function of :class:`TemperatureState`: sum over dimensions of log |d simulator's action / d action|.
+
+    The slope is a number for each dimension, unless an action of 0 is not the bounds' middle (``Box.center``). It then
+    is ``down`` below 0 and ``up`` above, and its expectation over the policy's Gaussian is used, log(down) +
+    P(action > 0) (log(up) - log(down)), because the gradient of a sampled slope would lack that of the probability.
+    """
+    box = cast(Box, spec.action)
+    if config.algo.entropy_unit == "unit" or box.center is None:
+        total = log_reach(config, spec)
+        return (lambda mean, log_std: total) if total else None
+    low, center, high = (torch.tensor(x, device=device) for x in (box.low, box.center, box.high))
+    down, up = (center - low).log(), (high - center).log()
+
+    def expected(mean: Tensor, log_std: Tensor) -> Tensor:
+        return (down + torch.special.ndtr(mean / log_std.exp()) * (up - down)).sum(-1)
+
+    return expected
 
 
 def check_sac(config: Config[SacConfig], spec: EnvSpec, counts: Counts, device: torch.device) -> int:
@@ -196,7 +220,7 @@ def temperature_fields(
         "log_alpha": log_alpha,
         "temperature": flat,
         "temperature_optimizer": optimizer,
-        "log_reach": log_reach(setup.config, setup.spec),
+        "log_slope": log_slope(setup.config, setup.spec, device),
     }
 
 

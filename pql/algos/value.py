@@ -78,7 +78,7 @@ class ValueBased:
         return Family(self.settings, value_counts, check_value_based, partial(wire_value_based, self), self.network)
 
 
-def value_counts(config: Config[DqnConfig]) -> Counts:
+def value_counts(config: Config[Any]) -> Counts:
     """Return the smallest tick with whole numbers of steps and updates.
 
     Raises:

@@ -118,11 +118,15 @@ def print_evaluation(row: dict[str, Any]) -> None:
         table.add_row("success", f"{row['success']:.1%}")
     console = Console()
     where = f"{row['episodes']} episodes in {row['num_envs']} environments, seed {row['seed']}"
+    where += ", the simulator's configuration for play" if row.get("play") else ""
     console.print(f"{row['algo']} on {row['task']}: {where}", highlight=False, markup=False, soft_wrap=True)
     console.print(table)
-    terms = {name.removeprefix("step/"): value for name, value in row.items() if name.startswith("step/")}
-    if terms:
-        print("a step: " + ", ".join(f"{name} {value:.3g}" for name, value in terms.items()))
+    for kind, title in (("step/", "a step"), ("episode/", "an episode")):
+        terms = {name.removeprefix(kind): value for name, value in row.items() if name.startswith(kind)}
+        if terms:
+            print(f"{title}: " + ", ".join(f"{name} {value:.3g}" for name, value in terms.items()))
+    if stage := {k.removeprefix("stage/"): v for k, v in row.items() if k.startswith("stage/")}:
+        print("stage: " + ", ".join(f"{name} {value:,g}" for name, value in stage.items()))
     print(f"policy: {row['checkpoint']}")
 
 

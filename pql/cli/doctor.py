@@ -31,6 +31,7 @@ EXTRAS: dict[str, tuple[str, tuple[str, ...]]] = {
     "video": ("pql play", ("imageio", "imageio-ffmpeg", "pillow")),
     "viser": ("pql play --browser", ("mjviser",)),
     "peers": ("pql.wrap for rsl_rl and Stable-Baselines3", ("rsl-rl-lib", "stable-baselines3", "gymnasium")),
+    "lab": ("pql.lab in rsl_rl, mjlab and Isaac Lab", ("tensordict",)),
     "bench": ("comparisons with other simulators", ("envpool",)),
     "docs": ("the documentation site", ("mkdocs-material", "mkdocstrings")),
     "dev": (

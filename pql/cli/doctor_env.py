@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pql.cli.doctor_robot import robot_table
 from pql.cli.tables import table
 from pql.config import Config, PlacementConfig, to_dict
 from pql.config.compose import compose, split_word
@@ -24,6 +25,7 @@ from pql.run.environment import build_env, describe_env
 from pql.types import Step
 
 SOON = 10.0  # seconds after which a check says how long it takes
+SHORT = 20  # steps of the time limit of a second check
 PASSES = 3  # of its steps: the rules, their repetition, the ranges
 SPEED_SECONDS = 1.0  # least duration of the rate measurement
 DEADLINES = ("placement.watchdog_seconds", "placement.start_seconds")
@@ -62,23 +64,78 @@ def check_simulator(name: str, num_envs: int, steps: int | None, words: Sequence
 
 
 def _check(config: Config, steps: int | None) -> Report:
+    """Check the environment, once more with a short time limit if its own was not reached; print the findings."""
+    report, rows, spec = _checked(config, steps, visit)
+    limited = next((r for r in report.results if r.name == "time_limit"), None)
+    if spec is not None and spec.max_episode_steps and limited is not None and limited.ok is None:
+        if (short := shortened(config, spec)) is not None:
+            changed, word = short
+            print(
+                f"the time limit of {spec.max_episode_steps:,} steps was not reached: again with {word}",
+                file=sys.stderr,
+            )
+            report = merged(report, _checked(changed, 2 * SHORT + 5)[0], word)
+        else:
+            hint = f"{limited.message}; --steps {spec.max_episode_steps + 5}, or a shorter limit, tests it"
+            report = replace(report, results=[replace(r, message=hint) if r is limited else r for r in report.results])
+    print(report)
+    if rows:
+        print("\n" + table(rows))
+    if spec is not None and (joints := robot_table(spec)):
+        print("\n" + joints)
+    return report
+
+
+Visit = Callable[[Any, int], list[list[str]]]
+
+
+def _checked(
+    config: Config, steps: int | None, more: Visit | None = None
+) -> tuple[Report, list[list[str]], EnvSpec | None]:
+    """Build an environment and check it. Return the report, the rows of ``more``, and its specification."""
     place = config.placement
     foreseen: list[EnvSpec] = []
     if spec := describe_env(config):
         foreseen.append(spec)
+    whole = {} if "random_lengths" in config.task.kwargs else {"random_lengths": False}  # or few reach the time limit
     with watching(f"building {config.task.title}", start_limit(place)):
-        env = build_env(config, approve=foreseen.append)
+        env = build_env(config, approve=foreseen.append, offered=whole)
     if not protocol_fault(env):  # else it is not stepped
         steps = steps or min((env.spec.max_episode_steps or 195) + 5, 2000)
         env = Paced(env, place, PASSES * steps)
     try:
         report = check_env(env, steps or 0, described=foreseen[0] if foreseen else None)
-        print(report)
-        if not {"protocol", "shapes"} & {*report.failed}:
-            print("\n" + table(visit(env, steps or 0)))
+        steppable = not {"protocol", "shapes"} & {*report.failed}
+        rows = more(env, steps or 0) if steppable and more is not None else []
+        return report, rows, env.spec if steppable else None
     finally:
         env.close()
-    return report
+
+
+def shortened(config: Config, spec: EnvSpec) -> tuple[Config, str] | None:
+    """Return ``config`` with a time limit of ``SHORT`` steps, and the setting in words; None: no keyword of the
+    environment is known to set it, or a second one cannot be built."""
+    name = spec.info.get("time_limit")
+    if name is None or spec.single_instance:
+        return None
+    value = round(SHORT * spec.info["dt"], 6) if name.endswith("_s") else SHORT
+    first, _, last = name.partition(".")
+    kwargs = {**config.task.kwargs, first: {**(config.task.kwargs.get(first) or {}), last: value} if last else value}
+    return replace(config, task=replace(config.task, kwargs=kwargs)), f"task.kwargs.{name}={value:g}"
+
+
+def merged(report: Report, other: Report, word: str) -> Report:
+    """Return ``report`` with the results of ``other``, made with the setting ``word``, for rules that it could not
+    test, and with its faults."""
+    again = {r.name: r for r in other.results}
+
+    def better(one: Any) -> Any:
+        new = again[one.name]
+        if one.ok is False or (one.ok and new.ok is not False):
+            return one
+        return new if new.ok is None else replace(new, message=f"{new.message} (with {word})")
+
+    return replace(report, results=[better(one) for one in report.results])
 
 
 def simulator_settings(name: str, words: Sequence[str]) -> list[str]:
@@ -99,12 +156,12 @@ def simulator_settings(name: str, words: Sequence[str]) -> list[str]:
 
 
 class Paced(Timed):
-    """Says once, on standard error, how long a check takes whose end is not near. ``total``: number of steps that the
-    check makes."""
+    """Says on standard error how long a check takes whose end is not near, and then how far it is. ``total``: number of
+    steps that the check makes."""
 
     def __init__(self, env: Any, place: PlacementConfig, total: int):
         super().__init__(env, place)
-        self._total, self._count, self._began = total, 0, 0.0
+        self._total, self._count, self._began, self._next = total, 0, 0.0, SOON
 
     def _call(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         found = super()._call(name, method, *args, **kwargs)
@@ -115,13 +172,16 @@ class Paced(Timed):
         return found
 
     def _say(self, spent: float) -> None:
+        if spent <= self._next:
+            return
+        first, self._next = self._next == SOON, spent + SOON
         left = spent / max(self._count - 1, 1) * (self._total - self._count)
-        if self._total and spent > SOON:
-            self._total = 0  # once
-            if left > SOON:
-                rate = (self._count - 1) * self._env.spec.num_envs / spent
-                words = f"{rate:,.0f} env steps/s: about {left:,.0f} s more; --num-envs 2 or --steps 50 takes less"
-                print(f"the check makes {words}", file=sys.stderr, flush=True)
+        if left <= SOON:
+            return
+        rate = (self._count - 1) * self._env.spec.num_envs / spent
+        words = f"the check makes {rate:,.0f} env steps/s" if first else f"{self._count:,} of {self._total:,} steps"
+        words += f": about {left:,.0f} s more" + ("; --num-envs 2 or --steps 50 takes less" if first else "")
+        print(words, file=sys.stderr, flush=True)
 
 
 class ValueRange:

@@ -5,13 +5,13 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pql.cli.parser import COMMANDS, parser, presets_as_setting
 from pql.engine import crash
 from pql.engine.world import world
-from pql.errors import ConfigError, HungError, PqlError, PqlWarning, first_line, nearest, with_cause
+from pql.errors import VERBOSE, ConfigError, HungError, PqlError, PqlWarning, first_line, nearest, with_cause
 
 SIMULATING = ("train", "resume", "eval", "play", "export", "warm-up", "profile", "actor")
 """Commands that run native code of simulators, whose crashes are reported by a second process."""
@@ -28,7 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError("command", words[0], f"one of {', '.join(COMMANDS)}{nearest(words[0], COMMANDS)}")
         args = parser().parse_args(presets_as_setting(words))
         check_alone(words[0], getattr(args, "multirun", False))
-        return args.run(args)
+        with verbosely() if getattr(args, "verbose", False) else contextlib.nullcontext():
+            return args.run(args)
     except ConfigError as error:
         print(f"{speaker()}: {error}", file=sys.stderr)
         return 2
@@ -52,6 +53,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return leave_at_once(error) if argv is None else 1
     finally:
         warnings.formatwarning = plain
+
+
+@contextlib.contextmanager
+def verbosely() -> Iterator[None]:
+    """Context manager: let simulators print, also those in processes that start inside."""
+    before = os.environ.get(VERBOSE)
+    os.environ[VERBOSE] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[VERBOSE]
 
 
 def leave_at_once(error: BaseException | None) -> int:

@@ -55,6 +55,7 @@ def _runs(about: str) -> Word:
 
 
 TRUST = flag("--trust", about="run the code, programs and paths that the file names (docs/security.md)")
+LOUD = flag("--verbose", about="show what simulators print")
 CHECKPOINT, EXPORT = (word("path", metavar=f"RUN|CHECKPOINT{more}") for more in ("", "|EXPORT"))
 REPO = word("repo", metavar="OWNER/NAME")
 PAGE = {"x": str, "out": str, "thresholds": list, "at": list, "references": str}
@@ -67,16 +68,22 @@ COMMANDS = {
             flag("--cfg", about="print every setting and where its value comes from; also: --cfg job"),
             flag("--dry-run", about="build, do two ticks, print memory and the time it takes"),
             word("--presets", metavar="DIR", help="a folder of your own presets: algo/NAME.yaml, ..."),
+            LOUD,
             flag("-h", "--help", about="with algo=NAME: the settings that NAME reads"),
         ),
     ),
     "resume": Command(
-        "continue a run: pql resume RUN budget.seconds=600", (word("run_dir", metavar="RUN"), overrides(), TRUST)
+        "continue a run: pql resume RUN budget.seconds=600", (word("run_dir", metavar="RUN"), overrides(), TRUST, LOUD)
     ),
     "eval": Command(
         "evaluate a policy: pql eval RUN|CHECKPOINT episodes=100",
-        (EXPORT, overrides("num_envs=16 episodes=16 seed=0 device=cpu epsilon=0 max_steps=N out=FILE"), TRUST),
-        {"num_envs": int, "episodes": int, "seed": int, "device": str, "epsilon": float, "max_steps": int, "out": str},
+        (
+            EXPORT,
+            overrides("num_envs=16 episodes=16 seed=0 device=cpu epsilon=0 max_steps=N play=false out=FILE"),
+            TRUST,
+        ),
+        {"num_envs": int, "episodes": int, "seed": int, "device": str, "epsilon": float, "max_steps": int}
+        | {"play": bool, "out": str},
     ),
     "play": Command(
         "a video of a policy: pql play RUN|CHECKPOINT episodes=1",
@@ -86,6 +93,7 @@ COMMANDS = {
             flag("--live", about="the simulator's own window instead of a video (MuJoCo)"),
             flag("--browser", about="a live page on this machine instead of a video"),
             TRUST,
+            LOUD,
         ),
         {**dict.fromkeys(("episodes", "steps", "width", "height", "seed", "port"), int), "device": str, "out": str},
     ),
@@ -141,6 +149,7 @@ COMMANDS = {
             word("--env", metavar="NAME"),
             word("--num-envs", type=int, default=16),
             word("--steps", type=int, help="default: a little over the time limit, so that episodes end"),
+            LOUD,
             overrides("device=, task.*= as in training; key=value: keywords of the environment"),
         ),
     ),

@@ -1,7 +1,7 @@
 """Statistics of the episodes that end while transitions are collected."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -17,8 +17,8 @@ class EpisodeStats:
     an episode, and an episode cut short by an unannounced restart is left out.
     """
 
-    def __init__(self, num_envs: int, terms: Sequence[str], device: torch.device):
-        self.terms = tuple(terms)
+    def __init__(self, num_envs: int, terms: Mapping[str, str], device: torch.device):
+        self.terms = dict(terms)  # name -> kind, see ``EnvSpec.log``
         rows = 2 + len(self.terms)  # return, length, then one per term
         # The current episode's sums; in the last row, 1 where its latest row terminated or was truncated.
         self.running = torch.zeros(rows + 1, num_envs, device=device)
@@ -45,8 +45,9 @@ class EpisodeStats:
         """Return the means over the episodes that ended since the last drain, of all processes of ``group``, and their
         number."""
         count, *sums = group.sum_(torch.cat((self.count.view(1), self.finished)))
-        names = ["train/return_mean", "train/length_mean", *(f"episode/{k}" for k in self.terms)]
-        mean = torch.stack(sums) / count.clamp(min=1)
+        each = [(f"step/{k}", sums[1]) if v == "step" else (f"episode/{k}", count) for k, v in self.terms.items()]
+        names, parts = zip(("train/return_mean", count), ("train/length_mean", count), *each, strict=True)
+        mean = torch.stack(sums) / torch.stack(parts).clamp(min=1)
         out = dict(zip(names, mean, strict=True)) | {"train/episodes": count}
         self.finished.zero_()
         self.count.zero_()

@@ -17,7 +17,7 @@ from pql.collect.nonfinite import Quarantine
 from pql.collect.recorder import FlightRecorder
 from pql.collect.saturation import Saturation
 from pql.contract.env import VecEnv
-from pql.contract.optional import PartialReset, Resumable, supports
+from pql.contract.optional import PartialReset, Resumable, Staged, supports
 from pql.contract.rules import check_answer
 from pql.data.normalize import Normalizer
 from pql.data.store import Store
@@ -46,7 +46,7 @@ class CollectorState:
         self.late = spec.spread > 1 and all(s.ragged for s in stores)
         self.groups = 1 if spec.spread > 1 and not self.late else spec.groups  # else a step waits for all
         self.obs = {k: torch.zeros(n, *s.shape, dtype=s.dtype, device=device) for k, s in spec.obs.items()}
-        self.episodes = EpisodeStats(n, spec.log, device)
+        self.episodes = EpisodeStats(n, spec.log_kinds, device)
         self.recorder = FlightRecorder(env, self.groups)
         squashed = actor.squashed
         self.saturation = None if squashed is None else Saturation(n, squashed.shape[1], device)
@@ -120,11 +120,17 @@ class CollectorState:
         }
         if supports(self.env, Resumable):
             state["env"] = self.env.state_dict()
+        elif supports(self.env, Staged):
+            state["progress"] = self.env.progress()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore in place. A simulator without ``state_dict`` begins new episodes: an unannounced restart."""
+        """Restore in place. A simulator without ``state_dict`` begins new episodes: an unannounced restart, at
+        the saved stage of its curriculum."""
         self.recorder.forget()
+        if "progress" in state:
+            cast(Staged, self.env).load_progress(state["progress"])
+            self.keep(self.quarantine.begin(self.env.reset()))
         fresh, out = {k: v.clone() for k, v in self.obs.items()}, self.quarantine.out.clone()
         self.keep(state["obs"])
         self.gen.set_state(state["gen"].cpu())

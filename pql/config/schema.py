@@ -192,6 +192,9 @@ class EvalConfig:
         low=1,
         high=10_000_000,
     )
+    play: bool | None = setting(
+        None, "Evaluate in the simulator's configuration for play (mjlab, Isaac Lab); null: if it has one."
+    )
     video_every_seconds: float | None = setting(
         None, "Interval between videos of an episode (tasks that render); null: none.", above=0, high=1e9
     )

@@ -18,6 +18,7 @@ PYTHON = "task.process.python"
 NETWORKS = ("algo.policy.net", "algo.critic.net")
 NAMING = (PYTHON, "task.name", "task.id", "task.game", "task.model", "task.kwargs", "task.remote", *NETWORKS)
 """Settings that can name these."""
+FILES = ("replay.demos", "algo.teacher")  # that a resumed run reads
 FOREIGN_KEYWORDS = {"isaacgym": ("overrides",)}  # keywords read by the configuration of another program
 
 OWN_FOLDERS = ("checkpoints", "dumps", "evaluations", "export", "report", "tensorboard", "videos")
@@ -47,10 +48,10 @@ def check_networks(config: Config, source: object, given: Collection[str] = ()) 
     _refuse(((name, net) for name, net in nets if net is not None and ":" in net), source, given)
 
 
-def check_demos(config: Config, source: object, given: Collection[str] = ()) -> None:
-    """Check the file of demonstrations, which a resumed run reads. Arguments and errors as for :func:`check_task`."""
-    path = config.replay.demos
-    _refuse(iter([] if path is None else [("replay.demos", path)]), source, given)
+def check_files(config: Config, source: object, given: Collection[str] = ()) -> None:
+    """Check the files that a resumed run reads: demonstrations, a teacher. Arguments and errors as for
+    :func:`check_task`."""
+    _refuse(((name, path) for name, path in leaves(config) if name in FILES and path is not None), source, given)
 
 
 def names_foreign_code(config: Config) -> bool:
@@ -58,7 +59,7 @@ def names_foreign_code(config: Config) -> bool:
     try:
         check_task(config, "")
         check_networks(config, "")
-        check_demos(config, "")
+        check_files(config, "")
     except ConfigError:
         return True
     return False

@@ -17,6 +17,7 @@ from pql.contract import rules
 from pql.contract.env import Action, Box, EnvSpec, VecEnv, adapted, capturable, undeclared
 from pql.contract.grouped import join_steps
 from pql.contract.optional import Capturable, GroupedEnv, Resumable, supports
+from pql.contract.robot import robot_fault
 from pql.engine.tape import Tape
 from pql.errors import RunError
 from pql.types import Step
@@ -322,6 +323,9 @@ def protocol_fault(env: Any) -> str:
     ):
         if getattr(spec, name) not in allowed:
             return f"spec.{name}={getattr(spec, name)}: expected one of {', '.join(allowed)}"
+    if "robot" in spec.info:
+        shapes = {k: part.shape for k, part in spec.obs.items()}
+        return robot_fault(spec.info["robot"], getattr(spec.action, "size", None), shapes)
     return ""
 
 

@@ -7,15 +7,15 @@ simulator: ``registry.py`` resolves names when they are used.
 import functools
 import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, cast, runtime_checkable
+from typing import Any, Literal, Protocol, cast, get_args, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from pql.contract.registry import check_chosen, check_keywords, find_factory, import_name
-from pql.errors import ConfigError, PqlWarning
+from pql.errors import ConfigError, PqlWarning, nearest
 from pql.types import Obs, Step
 
 
@@ -54,11 +54,14 @@ class Box:
         size: action dimensions A.
         low, high: the simulator's bounds, one value per dimension; None means [-1, 1]. Exported policies return actions
             within these bounds, and ``algo.entropy_unit=action`` measures entropies in their unit.
+        center: the simulator's actions for actions of 0, within the bounds; None: the middle. Actions are linear in
+            [-1, 0] and in [0, 1].
     """
 
     size: int
     low: tuple[float, ...] | None = None
     high: tuple[float, ...] | None = None
+    center: tuple[float, ...] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -142,6 +145,7 @@ class MultiDiscrete:
 
 
 Action = Box | Discrete | MultiDiscrete
+LogKind = Literal["sum", "step", "episode"]
 
 
 @dataclass(frozen=True)
@@ -161,8 +165,10 @@ class EnvSpec:
         final_obs: when ``Step.final_obs`` is a separate tensor: ``always`` (every row), ``on_done`` (only where an
             episode ended; elsewhere it is ``obs``) or ``never`` (the simulator does not return final observations:
             ``final_ok`` is False where an episode ended).
-        log: keys of ``Step.log``. The key ``success`` is special: it is above 0 in rows where the task is solved, and
-            evaluations report the share of episodes with such a row.
+        log: keys of ``Step.log``, or a mapping of keys to kinds. ``sum`` (also without a mapping): part of a sum over
+            the episode, such as a reward term; ``step``: a measurement of each step, of which the mean counts;
+            ``episode``: of a whole episode, on the row that ends it, 0 elsewhere. The key ``success`` is special: it is
+            above 0 in rows where the task is solved, and evaluations report the share of episodes with such a row.
         single_instance: a process can hold only one such simulator, so that evaluation needs a second process.
         deterministic: the same seed and actions give the same bits.
         groups: number G of environment groups that step independently by ``send`` and ``recv``; 1 if all step
@@ -175,7 +181,8 @@ class EnvSpec:
             the episode continues; ``restarts``: the simulator may begin an episode (``first``) without ending one;
             ``truncates_at_limit``: episodes are truncated at ``max_episode_steps`` only, so a rollout has room for few
             final observations (those without room count as lost);
-            ``action_reach``: see the property of this name; ``symmetry``: see ``pql.contract.symmetry``.
+            ``action_reach``: see the property of this name; ``symmetry``: see ``pql.contract.symmetry``; ``robot``:
+            names, pose, gains and observation terms of a robot, see ``pql.contract.robot``.
     """
 
     name: str
@@ -186,7 +193,7 @@ class EnvSpec:
     max_episode_steps: int | None = None
     autoreset: Literal["same_step", "next_step"] = "same_step"
     final_obs: Literal["always", "on_done", "never"] = "on_done"
-    log: tuple[str, ...] = ()
+    log: Collection[str] | Mapping[str, LogKind] = ()
     single_instance: bool = False
     deterministic: bool = True
     groups: int = 1
@@ -194,11 +201,23 @@ class EnvSpec:
     stream: Literal["current", "default"] = "current"
     info: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        kinds = get_args(LogKind)
+        for name, kind in self.log_kinds.items():
+            if kind not in kinds:
+                raise ConfigError(f"spec.log[{name}]", kind, f"one of {', '.join(kinds)}{nearest(str(kind), kinds)}")
+
+    @property
+    def log_kinds(self) -> dict[str, LogKind]:
+        """Kind of each key of ``Step.log``."""
+        return dict(self.log) if isinstance(self.log, Mapping) else dict.fromkeys(self.log, "sum")
+
     @property
     def action_reach(self) -> tuple[float, ...]:
         """Distance in the simulator's units from an action of 0 to one of 1, for each dimension of a :class:`Box`.
 
-        ``info["action_reach"]`` where an action of 1 here is several of an original task, else half of each range.
+        ``info["action_reach"]`` where an action of 1 here is several of an original task, else half of each range (the
+        mean of both sides of a ``center``).
         """
         if (reach := self.info.get("action_reach")) is not None:
             return tuple(float(one) for one in reach)
@@ -213,9 +232,9 @@ class VecEnv(Protocol):
     Required are ``spec``, ``reset``, ``step`` and ``close``, below. ``check_env`` tests an implementation. Tensors that
     ``reset`` and ``step`` return are not modified by later steps. Actions outside [-1, 1] are clamped.
 
-    Optional members are protocols in ``pql.contract.optional``: ``Resumable`` (exact resume), ``PartialReset``,
-    ``SplitStep``, ``Renderable``, ``Viewable``, ``Preparable``, ``Measured``, ``WithEvaluation``, ``Capturable`` (CUDA
-    graphs), ``GroupedEnv`` and ``AsyncEnv``.
+    Optional members are protocols in ``pql.contract.optional``: ``Resumable`` (exact resume), ``Staged`` (curricula),
+    ``PartialReset``, ``SplitStep``, ``Renderable``, ``Viewable``, ``Preparable``, ``Measured``, ``WithEvaluation``,
+    ``Capturable`` (CUDA graphs), ``GroupedEnv`` and ``AsyncEnv``.
     """
 
     @property
@@ -258,7 +277,18 @@ def capturable(env: VecEnv) -> bool:
     return not changed
 
 
-BESIDE_STEP = {"close", "describe", "obs_spec", "prepare", "render", "viewer", "web_viewer", "measures", "beside"}
+BESIDE_STEP = {
+    "close",
+    "describe",
+    "obs_spec",
+    "prepare",
+    "render",
+    "viewer",
+    "web_viewer",
+    "measures",
+    "beside",
+    "progress",
+}
 """Methods that a step does not call."""
 
 

@@ -7,7 +7,7 @@ core free: the simulator waits for another process, or has cores to itself.
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, cast
@@ -16,7 +16,7 @@ import torch
 from torch import Generator, Tensor
 
 from pql.contract.env import EnvSpec, VecEnv, make_ready, preparation
-from pql.contract.optional import PartialReset, Resumable, SplitStep, supports
+from pql.contract.optional import PartialReset, Resumable, SplitStep, Staged, supports
 from pql.contract.rules import check_answer
 from pql.engine import deadlines
 from pql.engine.deadlines import answer_of, idle_get
@@ -49,6 +49,8 @@ class Grouped:
             self.reset_where = self._reset_where
         if all(supports(env, Resumable) for env in envs):
             self.state_dict, self.load_state_dict = self._state_dict, self._load_state_dict
+        if all(supports(env, Staged) for env in envs):
+            self.progress, self.load_progress = self._progress, self._load_progress
 
     @classmethod
     def make(cls, make: Callable[[], VecEnv], groups: int) -> "Grouped":
@@ -119,6 +121,17 @@ class Grouped:
     def _load_state_dict(self, state: dict[str, Any]) -> None:
         for g, env in enumerate(self.envs):
             cast(Resumable, env).load_state_dict(state[str(g)])
+
+    def _progress(self) -> dict[str, Any]:
+        """The numbers are those of the first group; tensors are of all."""
+        parts = [cast(Staged, env).progress() for env in self.envs]
+        return {k: torch.cat([part[k] for part in parts]) if isinstance(v, Tensor) else v for k, v in parts[0].items()}
+
+    def _load_progress(self, progress: Mapping[str, Any]) -> None:
+        count = len(self.envs)
+        for g, env in enumerate(self.envs):
+            own = {k: v.chunk(count)[g] if isinstance(v, Tensor) else v for k, v in progress.items()}
+            cast(Staged, env).load_progress(own)
 
 
 class Stepper:

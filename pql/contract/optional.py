@@ -3,6 +3,8 @@
 An environment has them or not, as its simulator allows; it inherits from nothing.
 """
 
+import math
+from collections.abc import Mapping
 from typing import Any, Protocol, TypeGuard, TypeVar
 
 import torch
@@ -19,6 +21,19 @@ class Resumable(VecEnv, Protocol):
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Staged(VecEnv, Protocol):
+    """A curriculum whose stage depends on what was done so far. The stage is saved with the run, if the environment is
+    not :class:`Resumable`, and evaluations take place at the training's."""
+
+    def progress(self) -> dict[str, Any]:
+        """Return what the stage depends on: numbers from 0 on, such as a step counter; tensors, for resumes only."""
+        ...
+
+    def load_progress(self, progress: Mapping[str, Any]) -> None:
+        """Let the next reset begin at this stage. An environment for evaluation gets the numbers only."""
+        ...
 
 
 class PartialReset(VecEnv, Protocol):
@@ -171,3 +186,17 @@ def supports(env: VecEnv, kind: type[E]) -> TypeGuard[E]:
     """Return True if ``env`` has the members of an optional protocol."""
     names = {*vars(kind), *vars(kind).get("__annotations__", ())}
     return all(hasattr(env, name) for name in names if not name.startswith("_"))
+
+
+def stage_of(env: VecEnv) -> dict[str, float]:
+    """Return the numbers of a staged environment's progress as counters, ``stage/NAME``."""
+    found = env.progress() if supports(env, Staged) else {}
+    numbers = {name: value for name, value in found.items() if isinstance(value, int | float)}
+    return {f"stage/{name}": value for name, value in numbers.items() if 0 <= value < math.inf}
+
+
+def set_stage(env: VecEnv, counters: Mapping[str, float]) -> None:
+    """Let the next reset of a staged environment begin at the stage in ``counters``, if there is one."""
+    progress = {k.removeprefix("stage/"): v for k, v in counters.items() if k.startswith("stage/")}
+    if progress and supports(env, Staged):
+        env.load_progress(progress)

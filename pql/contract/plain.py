@@ -39,6 +39,7 @@ else:
         size: int
         low: tuple[float, ...] | None = None
         high: tuple[float, ...] | None = None
+        center: tuple[float, ...] | None = None
 
     class Discrete(NamedTuple):
         """Discrete actions [N] int64 in [0, n): see ``pql.contract.env.Discrete``."""
@@ -63,7 +64,7 @@ else:
         max_episode_steps: int | None = None
         autoreset: str = "same_step"
         final_obs: str = "on_done"
-        log: tuple[str, ...] = ()
+        log: Any = ()  # names, or a mapping of names to kinds
         single_instance: bool = False
         deterministic: bool = True
         groups: int = 1

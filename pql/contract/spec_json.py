@@ -9,15 +9,16 @@ from pql.contract.env import Action, Box, Discrete, EnvSpec, MultiDiscrete, ObsS
 
 
 def spec_to_dict(spec: EnvSpec) -> dict[str, Any]:
-    """Return the name, spaces and time limit of ``spec`` as JSON types."""
+    """Return the name, spaces, time limit and robot's record of ``spec`` as JSON types."""
     groups = {k: _group_to_dict(s) for k, s in spec.obs.items()}
-    limit = {"max_episode_steps": spec.max_episode_steps}
-    return {"name": spec.name, "obs": groups, **_action_to_dict(spec.action), **limit}
+    more = {"max_episode_steps": spec.max_episode_steps} | {k: v for k, v in spec.info.items() if k == "robot"}
+    return {"name": spec.name, "obs": groups, **_action_to_dict(spec.action), **more}
 
 
 def _action_to_dict(space: Action) -> dict[str, Any]:
     if isinstance(space, Box):
-        return {"action": space.size, "action_low": space.low, "action_high": space.high}
+        bounds = {"action": space.size, "action_low": space.low, "action_high": space.high}
+        return bounds if space.center is None else {**bounds, "action_center": space.center}
     kind = {"discrete": space.n} if isinstance(space, Discrete) else {"multi_discrete": list(space.nvec)}
     return {"action": kind, **({"action_start": space.start} if space.start else {})}
 
@@ -31,11 +32,12 @@ def spec_from_dict(data: Mapping[str, Any]) -> EnvSpec:
     """Return the specification stored by :func:`spec_to_dict`, for one environment on the CPU."""
     obs = {k: ObsSpec(tuple(s["shape"]), getattr(torch, s["dtype"]), s.get("stack", 1)) for k, s in data["obs"].items()}
     size, limit = data["action"], data["max_episode_steps"]
-    facts = {k: data.get(f"action_{k}") for k in ("low", "high", "start")}
+    facts = {k: data.get(f"action_{k}") for k in ("low", "high", "center", "start")}
     names = {"discrete": "n", "multi_discrete": "nvec"}
     kind = {names[k]: v for k, v in size.items()} if isinstance(size, dict) else {"size": size}
     action = action_of({**facts, **kind})
-    return EnvSpec(data["name"], 1, obs, action, torch.device("cpu"), max_episode_steps=limit)
+    info = {"robot": data["robot"]} if "robot" in data else {}
+    return EnvSpec(data["name"], 1, obs, action, torch.device("cpu"), max_episode_steps=limit, info=info)
 
 
 def action_of(facts: Mapping[str, Any]) -> Action:
@@ -48,4 +50,4 @@ def action_of(facts: Mapping[str, Any]) -> Action:
         return Discrete(facts["n"], facts.get("start") or 0)
     if "nvec" in facts:
         return MultiDiscrete(tuple(facts["nvec"]), numbers("start"))
-    return Box(facts["size"], numbers("low"), numbers("high"))
+    return Box(facts["size"], numbers("low"), numbers("high"), numbers("center"))

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from pql.contract.robot import robot_fault
 from pql.remote.process.far_build import action_array
 
 VERSION = 1
@@ -141,6 +142,10 @@ def check_facts(facts: Any) -> dict[str, Any]:
             raise ProtocolError(f"specification: {name} is missing or wrong")
     if not _are_numbers(facts["info"].get("action_reach"), facts["action"].get("size")):
         raise ProtocolError("specification: info is missing or wrong")
+    if "robot" in facts["info"]:
+        shapes = {k: shape for k, (shape, _, _) in facts["obs"].items()}
+        if fault := robot_fault(facts["info"]["robot"], facts["action"].get("size"), shapes):
+            raise ProtocolError(f"specification: {fault}")
     return {name: facts[name] for name in RULES}
 
 
@@ -188,7 +193,11 @@ def _is_action(value: Any) -> bool:
         starts = value.get("start", many)
         return isinstance(starts, list) and len(starts) == len(many) and all(_is_count(s, -(2**31)) for s in starts)
     size = value.get("size")
-    return _is_count(size) and all(_are_numbers(value.get(k), size) for k in ("low", "high"))
+    return _is_count(size) and all(_are_numbers(value.get(k), size) for k in ("low", "high", "center"))
+
+
+def _are_kinds(log: Any) -> bool:
+    return isinstance(log, list) or all(kind in ("sum", "step", "episode") for kind in log.values())
 
 
 RULES: dict[str, Callable[[Any], bool]] = {
@@ -199,7 +208,7 @@ RULES: dict[str, Callable[[Any], bool]] = {
     "max_episode_steps": lambda v: v is None or _is_count(v),
     "autoreset": lambda v: v in ("same_step", "next_step"),
     "final_obs": lambda v: v in ("always", "on_done", "never"),
-    "log": lambda v: isinstance(v, list) and len(v) <= 256 and all(map(_is_text, v)),
+    "log": lambda v: isinstance(v, list | dict) and len(v) <= 256 and all(map(_is_text, v)) and _are_kinds(v),
     "info": lambda v: isinstance(v, dict),
 }
 """Fields of a specification, and what their values must be."""

@@ -265,8 +265,9 @@ class ActorServer:
     def _check_alike(self, facts: dict[str, Any]) -> None:
         """Raise ``ProtocolError`` if a specification differs from the first actor's."""
         for name in OFFERED:
-            if self.facts and facts[name] != self.facts[name]:
-                raise ProtocolError(f"{name} of these environments is {facts[name]}, of this run's {self.facts[name]}")
+            new, own = facts[name], self.facts.get(name)
+            if self.facts and (new != own or (name == "log" and [*new] != [*own])):  # its order is that of the arrays
+                raise ProtocolError(f"{name} of these environments is {new}, of this run's {own}")
 
 
 def return_memory() -> None:

@@ -5,7 +5,6 @@ from functools import partial
 from typing import cast
 
 import torch
-from torch import nn
 
 from pql.algos.registry import Setup, Wiring, family_of
 from pql.config import Config
@@ -19,6 +18,7 @@ from pql.engine.worker import LearnerJob, WeightSlot, Worker
 from pql.errors import ConfigError
 from pql.run.components import Parts
 from pql.run.environment import build_env, check_groups, describe_env, with_last_action
+from pql.run.policy import load_policy
 from pql.run.replicas import ReplicatedRun, replica_names, replica_shares
 
 
@@ -54,7 +54,7 @@ def build(
             if env is None:
                 opened.callback(started.close)
             rows = rows or _check(share, started.spec, counts, home, env)
-            setup = Setup(share, started, counts, rows, machine.devices, execution)
+            setup = Setup(share, started, counts, rows, machine.devices, execution, load_policy)
             replicas.append(_assemble(setup, family.wire(setup), machine, trace, executor))
         parts = replicas[0]
         if config.algo.schedule == "replicas":
@@ -111,8 +111,3 @@ def _assemble(setup: Setup, wiring: Wiring, machine: Machine, trace: Trace | Non
         schedule = Lockstep(workers, counts, executor or alone, collector.behind_target)
     own = (collector, learners, jobs, wiring.gauges, slots, workers, schedule, wiring.policy)
     return Parts(config, machine, counts, setup.env, *own)
-
-
-def make_policy(config: Config, spec: EnvSpec) -> nn.Module:
-    """Return a freshly initialised policy network."""
-    return family_of(config).policy(config, spec)

@@ -2,8 +2,9 @@
 
 import inspect
 import json
+import math
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -64,11 +65,14 @@ def task_kwargs(config: Config) -> dict[str, Any]:
     return {**named, **task.kwargs}
 
 
-def env_kwargs(config: Config, groups: int | None, machine: Machine) -> dict[str, Any]:
+def env_kwargs(
+    config: Config, groups: int | None, machine: Machine, offered: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Return all arguments of the factory. A factory that takes ``threads`` gets its share of the cores; one that takes
-    ``groups`` forms the slices itself."""
+    ``groups`` forms the slices itself; of those ``offered`` it gets what it takes."""
     given = task_kwargs(config)
     taken = inspect.signature(find_factory(config.task.name)).parameters
+    given |= {name: value for name, value in (offered or {}).items() if name in taken}
     if "threads" in taken:
         given.setdefault("threads", machine.threads["simulator"])
     if "groups" in taken and groups is not None:
@@ -81,6 +85,7 @@ def build_env(
     num_envs: int | None = None,
     machine: Machine | None = None,
     approve: Callable[[EnvSpec], object] | None = None,
+    offered: Mapping[str, Any] | None = None,
 ) -> VecEnv:
     """Build the task's environment.
 
@@ -89,46 +94,66 @@ def build_env(
         machine: its device and threads; None: those of the config.
         approve: called with the spec of an environment in another process before its simulator is built, if its factory
             supports that; for others use :func:`describe_env`.
+        offered: keywords that the factory gets in place of the task's, if it takes them.
     """
     if config.task.live:
         raise ConfigError("task", config.task.name, "the live object that this run was trained on: give it as env=")
     machine = machine or machine_of(config)
     device = machine.devices["collector"]
-    groups, count = config.placement.groups, config.num_envs
+    groups, count, offered = config.placement.groups, config.num_envs, dict(offered or {})
     if num_envs is not None:
-        config, groups, count = unstaggered(config), 1, num_envs
+        groups, count, offered = 1, num_envs, {**offered, **dict.fromkeys(CUT_SHORT, False)}
+    config = without(config, offered)
     if config.task.remote:
         make, forms = partial(remote_env, config, groups, device=device), True
     elif config.task.process.python is not None:
         shown = None if approve is None else lambda one: approve(whole_spec(config, one, groups or 1))
-        make, forms = partial(process_env, config, machine=machine, approve=shown), False
+        make, forms = partial(process_env, config, machine=machine, approve=shown, offered=offered), False
     else:
-        kwargs = env_kwargs(config, groups, machine)
+        kwargs = env_kwargs(config, groups, machine, offered)
         make, forms = partial(make_env, config.task.name, device=device, **kwargs), "groups" in kwargs
     if groups is None or groups == 1 or forms:
         return with_last_action(config, make(num_envs=count))
     return with_last_action(config, Grouped.make(lambda: make(num_envs=count // groups), groups))
 
 
-def staggered(config: Config) -> bool:
-    """Return True if the task's keywords shorten each environment's first episode."""
-    return any(config.task.kwargs.get(name) for name in CUT_SHORT)
+def build_eval_env(config: Config, num_envs: int, machine: Machine | None = None, **offered: Any) -> VecEnv:
+    """Build environments for episodes that count: first ones are complete, no stage of a curriculum passes, and
+    ``eval.play`` chooses the simulator's configuration for play. ``machine``, ``offered``: as for :func:`build_env`.
+    Raises ``ConfigError``: it has none."""
+    offered["curriculum_scale"] = math.inf  # a stage, once set, stays
+    if config.eval.play is not False and "play" not in config.task.kwargs:
+        offered["play"] = True
+    env = build_env(config, num_envs, machine, offered=offered)
+    if config.eval.play and not env.spec.info.get("play"):
+        env.close()
+        raise ConfigError("eval.play", True, f"null or false: {env.spec.name} has no configuration for play")
+    return env
 
 
-def unstaggered(config: Config) -> Config:
-    """Return the keywords without shortened first episodes, because an evaluation counts them."""
-    kwargs = {name: value for name, value in config.task.kwargs.items() if name not in CUT_SHORT}
+def staggered(config: Config, spec: EnvSpec) -> bool:
+    """Return True if the first episode of each environment is shortened."""
+    return any(config.task.kwargs.get(name) or spec.info.get(name) for name in CUT_SHORT)
+
+
+def without(config: Config, names: Collection[str]) -> Config:
+    """Return ``config`` without the keywords ``names`` of its task."""
+    kwargs = {name: value for name, value in config.task.kwargs.items() if name not in names}
     return replace(config, task=replace(config.task, kwargs=kwargs))
 
 
 def process_env(
-    config: Config, num_envs: int, machine: Machine, approve: Callable[[EnvSpec], object] | None = None
+    config: Config,
+    num_envs: int,
+    machine: Machine,
+    approve: Callable[[EnvSpec], object] | None = None,
+    offered: Mapping[str, Any] | None = None,
 ) -> VecEnv:
     """Build ``num_envs`` environments in a separate process with its own Python."""
     from pql.remote.process.near import ProcessVec
 
     process, threads = config.task.process, machine.threads["simulator"]
-    given = (process.python or "", task_kwargs(config), {"threads": threads})
+    given = (process.python or "", task_kwargs(config), {"threads": threads, **(offered or {})})
     limits = (process.step_seconds, process.start_seconds)
     return ProcessVec(config.task.name, num_envs, machine.devices["collector"], *given, *limits, threads, approve)
 

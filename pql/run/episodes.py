@@ -25,13 +25,15 @@ class Evaluation:
     """Undiscounted returns, lengths (in steps) and successes of complete episodes.
 
     ``successes`` is None where the environment logs no term ``success``. ``terms``: mean of each logged value over
-    the steps of all episodes, by name: reward terms, tracking errors.
+    the steps of all episodes, by name: reward terms, tracking errors. ``whole``: mean over the episodes of those values
+    that a simulator logs once for an episode, at its end.
     """
 
     returns: list[float]
     lengths: list[float]
     successes: list[bool] | None = None
     terms: dict[str, float] = field(default_factory=dict)
+    whole: dict[str, float] = field(default_factory=dict)
 
     @property
     def mean(self) -> float:
@@ -67,7 +69,9 @@ class Evaluation:
         }
         if self.success is not None:
             out["success"] = self.success
-        return {**out, **{f"step/{name}": value for name, value in self.terms.items()}}
+        for kind, values in (("step", self.terms), ("episode", self.whole)):
+            out |= {f"{kind}/{name}": value for name, value in values.items()}
+        return out
 
 
 class StoppedError(Exception):
@@ -159,8 +163,9 @@ class _Tally:
         self.place, self.count = torch.arange(most, device=device), torch.zeros_like(self.quota)
         self.running = torch.zeros(3, n, device=device)  # return, length, successful rows of the current episode
         self.done = torch.zeros(3, n, most, device=device)
-        self.judged, self.named = "success" in spec.log, [name for name in spec.log if name != "success"]
+        self.judged, self.named = "success" in spec.log, {k: v for k, v in spec.log_kinds.items() if k != "success"}
         self.sums = torch.zeros(len(self.named), dtype=torch.float64, device=device)  # of logged values
+        self.ended = torch.zeros((), dtype=torch.int64, device=device)  # episodes that nobody cut short
         self.live = (self.quota > 0) & (not rules.staggered)  # inside a counted episode
         self.there = torch.zeros_like(self.live)  # has made a step: a slot for remote actors may be empty
         declared, filler = spec.max_episode_steps, spec.autoreset == "next_step"  # a filler row marks the end
@@ -186,6 +191,7 @@ class _Tally:
         if self.unlimited:
             self.quota = torch.where(cut, self.count + 1, self.quota)
         self._store(over)
+        self.ended += (over & ~cut).sum()
         self.count += over
         self.running = torch.where(over, 0, self.running)
         self.live = (self.live & ~cut | step.first) & (self.count < self.quota)
@@ -206,9 +212,15 @@ class _Tally:
         self._store(self.live)
         played = (self.place < (self.count + self.live)[:, None]).T  # [most, N]
         returns, lengths, successes = self.done.transpose(1, 2)[:, played].tolist()
-        steps = max(sum(lengths), 1.0)
-        terms = dict(zip(self.named, (total / steps for total in self.sums.tolist()), strict=True))
-        return Evaluation(returns, lengths, [rows > 0 for rows in successes] if self.judged else None, terms)
+        sums, steps, ended = (
+            dict(zip(self.named, self.sums.tolist(), strict=True)),
+            max(sum(lengths), 1.0),
+            int(self.ended),
+        )
+        whole = [name for name, kind in self.named.items() if kind == "episode"]
+        terms = {name: total / steps for name, total in sums.items() if name not in whole}
+        ends = {name: sums[name] / ended for name in whole if ended}
+        return Evaluation(returns, lengths, [rows > 0 for rows in successes] if self.judged else None, terms, ends)
 
 
 def limit_note(spec: EnvSpec, max_steps: int | None) -> str | None:

@@ -3,7 +3,7 @@
 import statistics
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ class EvaluationPlan:
     Attributes:
         epsilon: probability of a random action; None: as in evaluations of the run.
         max_steps: steps after which an episode is cut; None: as in evaluations of the run.
+        play: use the simulator's configuration for play; None: as in evaluations of the run.
         trust: accept runs whose settings name code, programs or paths (``docs/security.md``).
     Raises:
         ConfigError: a number out of range, or no such device.
@@ -36,6 +37,7 @@ class EvaluationPlan:
     epsilon: float | None = None
     trust: bool = False
     max_steps: int | None = None
+    play: bool | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -64,21 +66,27 @@ def evaluate_saved(
         ConfigError: no policy there, or a damaged one.
         HungError: the simulator hangs.
     """
-    found, _, config = stored = open_stored(path, resolve_device(plan.device), plan.trust)
+    stored = open_stored(path, resolve_device(plan.device), plan.trust)
+    if plan.play is not None:
+        changed = replace(stored.config, eval=replace(stored.config.eval, play=plan.play))
+        stored = stored._replace(config=changed)
+    found, config = stored.path, stored.config
     set_precision(config.placement)
     num_envs = min(plan.num_envs, plan.episodes)
     epsilon = config.eval.epsilon if plan.epsilon is None else plan.epsilon
     rules = EpisodeRules(plan.episodes, epsilon, max_steps=plan.max_steps or config.eval.max_steps)
     with watchdog.guarded():
-        result = _play(stored, num_envs, plan.seed, rules, ended)
+        result, played = _play(stored, num_envs, plan.seed, rules, ended)
     return {
         "checkpoint": str(found),
         "task": config.task.title,
         "algo": config.algo.name,
         "seed": plan.seed,
         "epsilon": epsilon,
+        **({"play": True} if played else {}),
         "num_envs": num_envs,
         "episodes": len(result.returns),
+        **{k: v for k, v in stored.counters.items() if k.startswith("stage/")},
         **result.measures(),
         "return_std": statistics.pstdev(result.returns),
         "return_min": min(result.returns),
@@ -91,15 +99,18 @@ def evaluate_saved(
     }
 
 
-def _play(stored: Stored, num_envs: int, seed: int, rules: EpisodeRules, ended: Callable[[int], object]) -> Evaluation:
-    """Run episodes of a stored policy on new environments, under time limits."""
+def _play(
+    stored: Stored, num_envs: int, seed: int, rules: EpisodeRules, ended: Callable[[int], object]
+) -> tuple[Evaluation, bool]:
+    """Run episodes of a stored policy on new environments, under time limits. Return also if these have the simulator's
+    configuration for play."""
     start, step = start_limit(stored.config.placement), step_limit(stored.config.placement)
     env = stored.make_env(num_envs)
     if note := limit_note(env.spec, rules.max_steps):
         warnings.warn(note, PqlWarning, stacklevel=3)
     try:
         with watchdog.watching("the evaluation", start, step):
-            return run_episodes(env, stored.policy, seed, rules, ended=ended)
+            return run_episodes(env, stored.policy, seed, rules, ended=ended), bool(env.spec.info.get("play"))
     finally:
         with watchdog.watching(f"closing {env.spec.name}", start):
             env.close()

@@ -17,14 +17,14 @@ from pql.algos.registry import seeds
 from pql.collect.actors import action_buffer
 from pql.config.schema import EvalConfig
 from pql.contract.env import VecEnv, capturable, make_ready
-from pql.contract.optional import Capturable, WithEvaluation, supports
+from pql.contract.optional import Capturable, WithEvaluation, set_stage, stage_of, supports
 from pql.engine import crash, deadlines, watchdog
 from pql.engine.deadlines import Limit, idle_get, start_limit, step_limit
 from pql.engine.graph import Execution, Graph, clone_state
 from pql.engine.inductor import Choice
 from pql.engine.watchdog import Watch, watching
 from pql.errors import ConfigError, HungError, PqlWarning, RunError, first_line
-from pql.run.environment import build_env, staggered
+from pql.run.environment import build_eval_env, staggered
 from pql.run.episodes import EpisodeRules, Evaluation, StoppedError, check_acting_epsilon, run_episodes
 from pql.run.log.film import Filmer
 from pql.run.play import can_film, check_video_packages
@@ -120,7 +120,8 @@ class Evaluator:
         self._thread.start()
 
     def request(self, state: dict[str, Any], counters: dict[str, float]) -> bool:
-        """Copy a policy's ``state`` and evaluate it; ``counters`` come back with the result. False if busy."""
+        """Copy a policy's ``state`` and evaluate it at the stage in ``counters``, which come back with the result.
+        False if busy."""
         if not self._idle.is_set():
             self.dropped += 1
             return False
@@ -139,6 +140,7 @@ class Evaluator:
             outcome: Evaluation | BaseException
             try:
                 with torch.cuda.stream(self._stream), self._watched():  # it ends in a host read: the stream is idle
+                    set_stage(self.env, counters)
                     outcome = run_episodes(self.env, self.policy, self.seed, self._rules, self._stop, self._count)
             except BaseException as error:
                 outcome = error
@@ -239,7 +241,7 @@ class Evaluations:
             return None
         step, start = step_limit(config.placement), start_limit(config.placement)
         with watching("building the evaluation's environments", start):
-            env = self._beside() or build_env(ranks.share, config.eval.num_envs, parts.machine)
+            env = self._beside() or build_eval_env(ranks.share, config.eval.num_envs, parts.machine)
             policy = fresh_policy(config, parts.env.spec, env.spec.device)
             if config.graphs != "off" and Graph.possible(env.spec.device) and capturable(env):
                 env = cast(VecEnv, CapturedEnv(cast(Capturable, env), cast(Choice, config.graphs)))
@@ -262,7 +264,8 @@ class Evaluations:
         """Evaluate the current policy, unless an evaluation is going on."""
         if self.evaluator:
             with self.session.parts.schedule.executor.exclusive():
-                self.evaluator.request(snapshot(self.session.parts), self.session.now())
+                parts = self.session.parts
+                self.evaluator.request(snapshot(parts), {**self.session.now(), **stage_of(parts.env)})
 
     def request_video(self) -> None:
         """Record the current policy, unless a video is being recorded."""
@@ -338,12 +341,13 @@ class Evaluations:
         env, seed = session.parts.env, seeds(self.config.seed)["eval"]
         policy, ended = fresh_policy(self.config, env.spec, env.spec.device), [0]
         policy.load_state_dict(snapshot(session.parts))
-        rules = rules_of(self.config.eval, staggered(self.config))
+        rules = rules_of(self.config.eval, staggered(self.config, env.spec))
         watch = watching("the evaluation", start_limit(place), step_limit(place))
         with session.doing("evaluation", lambda: f"{ended[-1]} of {env.spec.num_envs} episodes"), watch:
             outcome = run_episodes(env, policy, seed, rules, ended=ended.append)
         if not session.interrupted:
-            self.record(EvaluationReport(session.now(), policy.state_dict(), outcome))
+            counters = {**session.now(), **stage_of(env)}
+            self.record(EvaluationReport(counters, policy.state_dict(), outcome))
 
     def _wait(self, evaluator: Evaluator) -> None:
         while not self.session.interrupted and self.failed is None and not evaluator.wait(deadlines.LOOK):

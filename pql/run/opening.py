@@ -9,8 +9,9 @@ from pql.collect.prefill import prefill
 from pql.config import Config
 from pql.config.files import expanded
 from pql.contract.env import VecEnv
-from pql.contract.optional import Resumable, supports
+from pql.contract.optional import Resumable, stage_of, supports
 from pql.contract.spec_json import spec_to_dict
+from pql.engine import crash
 from pql.engine.deadlines import start_limit
 from pql.engine.watchdog import Watchdog, watching
 from pql.errors import ConfigError, RunError, first_line
@@ -22,8 +23,8 @@ from pql.run.guard import short_of_memory
 from pql.run.log import sinks as log
 from pql.run.log.closing import few_rollouts
 from pql.run.log.console import announced
-from pql.run.policy import check_finite, init_from
-from pql.run.store import checkpoint
+from pql.run.policy import check_finite, init_from, load_weights
+from pql.run.store import checkpoint, own
 from pql.run.store import run_dir as rundir
 from pql.run.store.archive import Archive
 from pql.run.store.claim import Claim
@@ -32,6 +33,7 @@ from pql.run.store.manifest import check_storable
 if TYPE_CHECKING:
     from pql.run.session import Session
 
+REPLAY = "collector/replay/"  # names of the stored rows in a resume point
 AGREE_EVERY = 32  # warm-up steps between checks of all ranks for its end
 
 
@@ -51,11 +53,11 @@ def open_run(session: "Session", opened: ExitStack, quiet: bool, overrides: Sequ
     if session.console:
         opened.callback(session.console.close)
     _make_parts(session, opened)
-    if resume:
-        ticks = _continue(session)
-    else:
-        ticks = 0
+    if not resume:
         _begin(session, overrides)
+    given = session.state
+    whole = given is not None and any(k.startswith(REPLAY) for k in given["tensors"])
+    ticks = _continue(session) if resume or whole else 0
     resumed_at = session.env_steps if resume else None
     session.ready = _warm_up(session, ticks)
     if ranks.first:
@@ -115,6 +117,8 @@ def _begin(session: "Session", overrides: Sequence[str]) -> None:
     _reset(session)
     if config.init_from:
         init_from(parts, expanded("init_from", config.init_from))
+    if session.state is not None:
+        load_weights(parts, session.state["tensors"], session.state["manifest"], "state")
     if config.replay.prefill:
         with session.doing(f"reading {config.replay.prefill}"):
             taken = prefill(parts.collector, config.replay.prefill, ranks.rank, ranks.size)
@@ -122,13 +126,18 @@ def _begin(session: "Session", overrides: Sequence[str]) -> None:
     ranks.spread(parts)
     if ranks.first:
         rundir.create_run_dir(session.run_dir, config, overrides)
+        own.record(session.run_dir, config)
+        crash.name_run(session.run_dir, rundir.command("resume", session.run_dir.absolute(), config))
 
 
 def _continue(session: "Session") -> int:
     """Start from the newest intact resume point; return its ticks."""
     parts = session.parts
     with session.doing("loading the resume point"):
-        tensors, manifest = session.ranks.resume_point(session.checkpoints)
+        if session.state is not None and not session.resumed:
+            tensors, manifest = session.state["tensors"], session.state["manifest"]
+        else:
+            tensors, manifest = session.ranks.resume_point(session.checkpoints)
         check_finite(tensors, manifest)
         counters = manifest["counters"]
         parts.load_counters(counters)
@@ -137,8 +146,10 @@ def _continue(session: "Session") -> int:
         parts.load_state_dict(checkpoint.unflatten(tensors, parts.state_dict()))
         session.seconds = counters["seconds"]
         if not supports(parts.env, Resumable):
+            stage = ", ".join(f"{k.removeprefix('stage/')} {v:,g}" for k, v in stage_of(parts.env).items())
             session.warn(
                 "this simulator cannot restore its state: episodes begin again, so the run continues with other bits"
+                + (f"; its curriculum continues at {stage}" if stage else "")
             )
         best = session.checkpoints / "best"
         if best.exists():  # stored separately: an evaluation after the resume point may have improved it
@@ -189,5 +200,7 @@ def say_notes(session: "Session") -> None:
     wanted = config.eval.final or config.eval.every_seconds is not None
     if wanted and (note := limit_note(parts.env.spec, config.eval.max_steps)):
         session.say(note)
+    if (one := session.evaluations.evaluator) and one.env.spec.info.get("play"):
+        session.say("evaluations have the simulator's configuration for play (eval.play=false: the one for training)")
     if session.resumed:
         session.say(f"resumed at tick {parts.schedule.ticks:,}, {session.env_steps:,} env steps")

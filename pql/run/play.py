@@ -219,8 +219,8 @@ class Stage:
 
 
 def filmed_env(stored: Stored) -> VecEnv:
-    """Build one environment of the task, with rendering requested if its factory requires that."""
-    return stored.make_env(1, **({"render_mode": "rgb_array"} if takes_render_mode(stored.config.task) else {}))
+    """Build one environment of the task, with rendering requested if its factory takes that."""
+    return stored.make_env(1, render_mode="rgb_array")
 
 
 def takes_render_mode(task: TaskConfig) -> bool:

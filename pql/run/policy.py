@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from pql.algos.registry import make_policy
 from pql.config import Config, PlacementConfig, from_dict, leaves
 from pql.config.fields import reads, settings
 from pql.config.files import expanded
 from pql.config.trust import NETWORKS, check_links, check_networks, check_task
 from pql.contract.env import EnvSpec, VecEnv
+from pql.contract.optional import set_stage
 from pql.contract.spec_json import spec_from_dict, spec_to_dict
 from pql.data.normalize import Normalizer
 from pql.engine.deadlines import start_limit
@@ -27,10 +29,10 @@ from pql.engine.watchdog import watching
 from pql.errors import ConfigError, show
 from pql.nets.mlp import groups_read
 from pql.run.base_policy import BasePolicy
-from pql.run.build import make_policy
 from pql.run.components import Parts
-from pql.run.environment import build_env
+from pql.run.environment import build_eval_env
 from pql.run.store import checkpoint
+from pql.run.store.own import started_here
 from pql.types import Obs
 
 if TYPE_CHECKING:
@@ -108,27 +110,34 @@ class Stored(NamedTuple):
     Attributes:
         path: its checkpoint or export.
         config: config of its run; for an export only task and algorithm are known, and float32 products are exact.
+        counters: of a checkpoint.
     """
 
     path: Path
     policy: "Policy | ExportedPolicy"
     config: Config
+    counters: Mapping[str, float] = {}
 
     def make_env(self, num_envs: int, **kwargs: Any) -> VecEnv:
-        """Build environments of its task, in this process and on the policy's device; ``kwargs`` extend the task's."""
-        task = replace(self.config.task, kwargs={**self.config.task.kwargs, **kwargs}, remote={})
+        """Build environments of its task for episodes that count, on the policy's device and at the stage of its
+        checkpoint. ``kwargs``: further ones, for factories that take them."""
+        task = replace(self.config.task, remote={})
         device = str(self.policy.device)
         with watching(f"building {task.title}", start_limit(self.config.placement)):
-            return build_env(replace(self.config, task=task, device=device, placement=PlacementConfig()), num_envs)
+            here = replace(self.config, task=task, device=device, placement=PlacementConfig())
+            env = build_eval_env(here, num_envs, **kwargs)
+        set_stage(env, self.counters)
+        return env
 
 
 def open_stored(path: str | Path, device: str | torch.device = "cpu", trust: bool = False) -> Stored:
     """Load a policy whose task will be built, see :func:`load_policy`; ``trust`` applies to both."""
     stored = _open(path, device, trust)
     if not trust:
+        check_links(checkpoint.home(stored.path), "evaluations", "videos")
+    if not (trust or started_here(checkpoint.home(stored.path), stored.config)):
         here = replace(stored.config, task=replace(stored.config.task, remote={}))  # as ``make_env`` builds it
         check_task(here, path)
-        check_links(checkpoint.home(stored.path), "evaluations", "videos")
     return stored
 
 
@@ -144,7 +153,9 @@ def _open(path: str | Path, device: str | torch.device, trust: bool) -> Stored:
             file, exported, from_dict({"task": about["task"], "algo": algo, "placement": {"matmul": "exact"}})
         )
     tensors, manifest, found = checkpoint.find(file, POLICIES)
-    return Stored(found, policy_of(tensors, manifest, device, trust), from_dict(manifest["config"]))
+    config = from_dict(manifest["config"])
+    policy = policy_of(tensors, manifest, device, trust or started_here(checkpoint.home(found), config))
+    return Stored(found, policy, config, manifest.get("counters", {}))
 
 
 def policy_of(
@@ -229,6 +240,11 @@ def init_from(parts: Parts, source: Path) -> None:
         tensors, manifest, _ = checkpoint.find(source, POLICIES, whole=True)
     except ConfigError as error:
         raise ConfigError("init_from", source, error.allowed) from error
+    load_weights(parts, tensors, manifest, source)
+
+
+def load_weights(parts: Parts, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any], source: object) -> None:
+    """Load weights as :func:`init_from` does, from the tensors of a checkpoint, each of its own shape."""
     spec, old = spec_to_dict(parts.env.spec), manifest["spec"]
     for what in ("obs", "action"):
         if spec[what] != old[what]:
@@ -237,8 +253,10 @@ def init_from(parts: Parts, source: Path) -> None:
     if not resume and getattr(parts.policy, "borrowed", []):
         wanted = "a run with a resume point: its critics have the encoder of the policy (algo.policy.encoder=critic)"
         raise ConfigError("init_from", source, wanted)
-    saved = dict(leaves(from_dict(manifest["config"])))
+    other = from_dict(manifest["config"])
+    saved = dict(leaves(other)) | {"algo.family": other.algo.policy_family}
     same = deciding(parts.config, resume or not reads(parts.config, "algo.policy.hidden"))
+    same["algo.family"] = parts.config.algo.policy_family
     if all(s.dtype.is_floating_point for s in parts.env.spec.obs.values()):
         same.pop("algo.normalize_integers", None)
     mine = dict(leaves(parts.config))

@@ -44,6 +44,7 @@ PLACES = ("placement.collector", "placement.v_learner", "placement.p_learner")
 T = TypeVar("T")
 
 _store: Any = None  # of this process, which joins once for all its runs
+_hosts: Any = None  # group of the hosts; None: the default one
 _runs = itertools.count()
 
 
@@ -198,7 +199,7 @@ class Ranks:
         out: list[Any] = [value] * self.size
         if self.size > 1:
             with explained():
-                dist.all_gather_object(out, value)
+                dist.all_gather_object(out, value, group=_hosts)
         return out
 
     def from_first(self, value: Any) -> Any:
@@ -237,7 +238,7 @@ class Ranks:
         before = self._flags
         flags = torch.tensor([a in wishes for a in ACTIONS], dtype=torch.uint8)
         with explained():
-            self._flags = flags, dist.all_reduce(flags, dist.ReduceOp.MAX, async_op=True)
+            self._flags = flags, dist.all_reduce(flags, dist.ReduceOp.MAX, group=_hosts, async_op=True)
             if before is None:
                 return []
             before[1].wait(RANK)
@@ -306,13 +307,14 @@ class Ranks:
 
 
 def _join(place: World) -> None:
-    """Initialise ``torch.distributed``, once per process. Raises ``ConfigError``: the program has set up
-    ``torch.distributed`` itself."""
-    global _store
+    """Initialise ``torch.distributed``, once per process, or make a group beside those of the program that has."""
+    global _store, _hosts
     if _store is not None:
         return
-    if dist.is_initialized():
-        raise ConfigError("torch.distributed", "initialized", "a program that leaves this to the run")
+    if dist.is_initialized():  # by the runner of another library, which also ends it
+        _hosts = dist.new_group(backend="gloo", timeout=RANK)
+        _store = dist.PrefixStore("pql", dist.distributed_c10d._get_default_store())
+        return
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's processes are in their own session and would outlive it
         end_with_parent()
     store, rank, size = next(dist.rendezvous("env://", timeout=RANK))

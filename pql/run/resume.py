@@ -9,8 +9,9 @@ from pql.config import Config, from_dict, leaves
 from pql.config.compose import RESUMABLE, RESUMABLE_TOO, merge_layers, parse_words
 from pql.config.layers import Layer
 from pql.config.schema import nested
-from pql.config.trust import PYTHON, check_demos, check_links, check_networks, check_task, names_code
+from pql.config.trust import PYTHON, check_files, check_links, check_networks, check_task, names_code
 from pql.errors import ConfigError, PqlWarning, show
+from pql.run.store.own import started_here
 from pql.run.store.run_dir import run_settings
 
 UPLOADING = "logger.mode"  # accepted only from the command line: the run directory may be untrusted
@@ -22,7 +23,8 @@ def resume_config(run_dir: Path, overrides: Sequence[str], trust: bool = False) 
     Args:
         overrides: may repeat settings that name code with their old values, which then need no trust. The simulator's
             interpreter may differ.
-        trust: accept settings of the run that name code, programs or paths, and its uploads.
+        trust: accept settings of the run that name code, programs or paths, and its uploads. A run that this user
+            started here needs it only for uploads.
     Raises:
         ConfigError: no such run, an override of a setting that must not change, or untrusted settings.
     """
@@ -39,10 +41,11 @@ def resume_config(run_dir: Path, overrides: Sequence[str], trust: bool = False) 
         moved = name == PYTHON and None not in (value, saved[name])
         if names_code(name) and value != saved[name] and not moved:
             raise ConfigError(name, value, f"{show(saved[name])}, as the run has it")
-    if not trust:
+    if not (trust or started_here(run_dir, from_dict(data))):
         check_task(config, run_dir, values)
         check_networks(config, run_dir, values)
-        check_demos(config, run_dir, values)
+        check_files(config, run_dir, values)
+    if not trust:
         check_links(run_dir)
         if UPLOADING not in values:
             config = _offline(config)

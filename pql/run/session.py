@@ -2,14 +2,15 @@
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 from pql.config import Config
 from pql.config.fields import reads
 from pql.contract.env import VecEnv
-from pql.contract.optional import Measured, supports
+from pql.contract.optional import Measured, stage_of, supports
 from pql.engine import crash
 from pql.engine.deadlines import start_limit
 from pql.engine.interrupt import Interrupt
@@ -52,9 +53,12 @@ class Session:
         claim: existing claim of the run directory; closed at the end of the run.
 
     Attributes:
+        state: output of ``Driven.state``, with which a new run begins; None: a fresh one.
         stop: set to end the run after this tick, with the usual checkpoint and evaluation.
         seconds: time since the first env step, warm-up and earlier sittings included.
     """
+
+    state: Mapping[str, Any] | None = None
 
     def __init__(
         self,
@@ -139,7 +143,7 @@ class Session:
 
     def _counters(self) -> dict[str, float]:
         """State of the session for a resume point."""
-        return {**self.parts.counters(), "seconds": self.seconds}
+        return {**self.parts.counters(), **stage_of(self.parts.env), "seconds": self.seconds}
 
     def now(self) -> log.Row:
         """Return the current time and env steps, as in the log."""
@@ -285,7 +289,7 @@ class Session:
     def write(self, row: log.Row) -> None:
         """Log a row of metrics, check it and call the callbacks."""
         if row.get("train/episodes") == 0:  # no episode ended in this window: there are no means
-            row = {k: v for k, v in row.items() if not k.startswith(("train/", "episode/"))}
+            row = {k: v for k, v in row.items() if not k.startswith(("train/", "episode/", "step/"))}
         with watching("writing the log", start_limit(self.config.placement)):
             self.sinks.write(row)
         self._guard.look(row)

@@ -28,6 +28,8 @@ class RslRlEnv(RslRlVecEnv):
     it had begun that many steps earlier, by a time limit; it needs an environment with ``reset_where``.
     """
 
+    returns_final_obs = True  # for pql.lab
+
     def __init__(self, env: VecEnv, seed: int | None = None):
         spec = env.spec
         if not isinstance(spec.action, Box):
@@ -76,7 +78,7 @@ class RslRlEnv(RslRlVecEnv):
                 "time_outs": row.time_out,
                 "final_obs": self._tensors(row.final_obs),
                 "final_lost": row.lost,
-                "log": {f"step/{name}": value.mean() for name, value in row.log.items()},
+                "log": self._log(row),
             }
             return self.get_observations(), row.reward, row.done, extras
 
@@ -89,6 +91,13 @@ class RslRlEnv(RslRlVecEnv):
         late = (self._age >= self.max_episode_length) & ~row.done
         self._rows.obs = cast(PartialReset, self.env).reset_where(late)
         return row._replace(obs=self._rows.obs, done=row.done | late, time_out=row.time_out | late)
+
+    def _log(self, row: Any) -> dict[str, Tensor]:
+        """Return the means of the logged values [N]: over all rows, or those that ended an episode, if any did."""
+        whole = [name for name, kind in self.env.spec.log_kinds.items() if kind == "episode"]
+        means = {f"step/{name}": value.mean() for name, value in row.log.items() if name not in whole}
+        ends = {f"episode/{k}": row.log[k][row.done].mean() for k in whole} if whole and row.done.any() else {}
+        return {**means, **ends}
 
     def _tensors(self, obs: Obs) -> TensorDict:
         return TensorDict(dict(obs), batch_size=[self.num_envs], device=self.device)

@@ -77,7 +77,9 @@ def value_state(atoms=None, members=2):
 def sac_value_state(atoms=None):
     named = {**vars(value_state(atoms)), "policy": policy(2, GaussianPolicy)}
     log_alpha = torch.tensor([ALPHA]).log()
-    return sac.SacCriticState(**named, log_alpha=log_alpha, temperature=None, temperature_optimizer=None, log_reach=0.0)
+    return sac.SacCriticState(
+        **named, log_alpha=log_alpha, temperature=None, temperature_optimizer=None, log_slope=None
+    )
 
 
 def actor_fields(network, atoms):
@@ -98,7 +100,7 @@ def sac_policy_state(atoms=None):
         log_alpha=temperature.module.log_alpha,
         temperature=temperature,
         temperature_optimizer=AdamW(temperature, 5e-3),
-        log_reach=0.0,
+        log_slope=None,
     )
 
 

@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from pql.algos.registry import family_of
+from pql.algos.sac import log_slope
 from pql.config.compose import compose
 from pql.contract.env import Box, EnvSpec, ObsSpec
 from pql.data.normalize import Normalizer
@@ -632,6 +633,54 @@ def test_entropies_are_in_units_of_the_action():
     assert entropies(spec=own)[0] == pytest.approx(entropy, abs=1e-6)
 
 
+def test_entropies_behind_asymmetric_bounds_and_their_gradients():
+    """E[log slope] over the Gaussian by a fine sum; of a sampled slope the gradient would be 0."""
+    spec = dataclasses.replace(SPEC, action=Box(2, (-0.5, -3.0), (2.0, 0.5), (0.0, 0.25)))
+    slope = log_slope(compose(["device=cpu", "algo=sac", "algo.entropy_unit=action"]), spec, CPU)
+    z = torch.linspace(-8, 8, 200_001, dtype=torch.float64)[:, None]
+    weight = torch.exp(-0.5 * z.square()) / z.square().mul(-0.5).exp().sum()
+
+    def summed(mean, log_std):
+        above = mean + log_std.exp() * z > 0
+        return (weight * torch.where(above, torch.tensor([2.0, 0.25]), torch.tensor([0.5, 3.25])).log()).sum()
+
+    mean, log_std = (torch.tensor([x], dtype=torch.float64, requires_grad=True) for x in ([0.3, -0.1], [-0.5, 0.2]))
+    value = slope(mean, log_std)
+    assert value.item() == pytest.approx(summed(mean, log_std).item(), abs=1e-4)
+    value.sum().backward()
+    for i, (of, step) in itertools.product(range(2), (("mean", mean), ("std", log_std))):
+        h = 0.05 * torch.eye(2, dtype=torch.float64)[i]
+        moved = [summed(mean + s * h, log_std) if of == "mean" else summed(mean, log_std + s * h) for s in (1, -1)]
+        assert step.grad[0, i].item() == pytest.approx((moved[0] - moved[1]).item() / 0.1, abs=5e-3)
+    low, middle, high = (-0.5, -8.0, -20.0), (0.5, -4.0, 0.0), (1.5, 0.0, 20.0)  # both sides are equally long
+    assert entropies(spec=dataclasses.replace(SPEC, action=Box(A, low, high, middle)))[:2] == pytest.approx(
+        entropies(spec=JOINTS)[:2], abs=1e-6
+    )
+
+
+@pytest.mark.parametrize(("unit", "wide"), [("action", 0.15), ("unit", 0.6)])
+def test_a_wider_range_leaves_the_simulators_noise_as_it_is(unit, wide, monkeypatch):
+    """SAC against the reward -2 |simulator's action|^2, with bounds of 1 and of 4, and a target sigma of 0.15."""
+    found = []
+    for reach in (1.0, 4.0):
+
+        def value(state, obs, action, reduce, reach=reach):
+            return -2 * (reach * action).square().sum(-1)
+
+        monkeypatch.setattr("pql.algos.sac.ensemble_value", value)
+        spec = dataclasses.replace(SPEC, action=Box.within(A, reach))
+        words = ("algo=sac", f"algo.entropy_unit={unit}", "algo.target_sigma=0.15", "algo.alpha_lr=0.02")
+        _, _, improve = learners(*words, "algo.policy.lr=0.005", "algo.policy.hidden=[8]", spec=spec)
+        gen = torch.Generator().manual_seed(2)
+        for batch in itertools.islice(batches(gen), 1500):
+            part = ObsBatch(batch.obs, batch.mask, batch.weight)
+            metrics = improve.update(improve.state, part, improve.settings, gen)
+        assert metrics["policy/entropy"].item() == pytest.approx(improve.settings.entropy_goal(A), abs=0.3)
+        log_std = improve.state.policy.module(batch.obs)[1]
+        found.append(reach * log_std.exp().mean().item())
+    assert found == pytest.approx([0.15, wide], rel=0.1)
+
+
 @pytest.mark.parametrize(
     ("words", "bound", "named"),
     [
@@ -741,9 +790,10 @@ def test_xqcs_sigma_begins_near_one():
 
 
 SAME = {  # rows of docs/recipes.md that say "the same": the tests of this folder compare them
-    "FastTD3": "environments, batch; replay; critic; policy; optimiser; exploration; target; target network; precision",
+    "FastTD3": "environments, batch; replay; critic; policy; optimiser; exploration; target; target network; "
+    "precision; first episodes",
     "FlashSAC": "environments, batch, replay; gamma, n-step; temperature; updates; networks; weights; critic's batch; "
-    "target; unit of entropies; learning rate",
+    "target; unit of entropies; learning rate; first episodes",
     "FastSAC": "environments, batch; replay; gamma, n-step; policy; updates; networks; target; temperature; "
     "unit of entropies; optimiser; precision",
     "XQC": "temperature; networks; target; log sigma; learning rate",

@@ -19,7 +19,7 @@ from pql.run.session import Session
 
 NAMES = """
 Box Config ConfigError Discrete MultiDiscrete EnvSpec ObsSpec RunError Session Step Summary __version__ check_env
-compare evaluate export_policy load_policy make_env record_video register register_algorithm report resume train
+compare drive evaluate export_policy load_policy make_env record_video register register_algorithm report resume train
 wrap
 """
 

@@ -118,7 +118,7 @@ def test_a_home_directory_of_nobody_is_one_line(capsys, tmp_path, monkeypatch, s
     [
         (
             "num_env=3",
-            "num_env=3: expected one of num_envs, episodes, seed, device, epsilon, max_steps, out (did you mean num_",
+            "num_env=3: expected one of num_envs, episodes, seed, device, epsilon, max_steps, play, out (did you mean ",
         ),
         ("num_envs=0", "num_envs=0: expected a number from 1 up to 100000"),
         ("num_envs=1000000000000", "num_envs=1000000000000: expected a number from 1 up to 100000"),

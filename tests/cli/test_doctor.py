@@ -178,9 +178,9 @@ def test_robots_that_are_there_and_the_command_for_others(monkeypatch, tmp_path)
         ("pql eval runs/x s", ["seed="]),
         ("pql eval runs/x ep", ["episodes=", "epsilon="]),
         ("pql play runs/x w", ["width="]),
-        ("pql play runs/x --", ["--live", "--browser", "--trust"]),
+        ("pql play runs/x --", ["--live", "--browser", "--trust", "--verbose"]),
         ("pql eval runs/x --", ["--trust"]),
-        ("pql train task=ant --", ["--multirun", "--cfg", "--dry-run", "--presets", "--help"]),
+        ("pql train task=ant --", ["--multirun", "--cfg", "--dry-run", "--presets", "--verbose", "--help"]),
         ("pql export ", []),  # a path
         ("pql export runs/x formats=pt2,o", ["formats=pt2,onnx"]),
         ("pql export runs/x scale=", ["scale=true", "scale=false"]),

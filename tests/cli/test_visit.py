@@ -2,6 +2,7 @@
 
 import re
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -70,14 +71,39 @@ def test_the_doctor_prints_both(capsys):
     assert float(rate.split()[1].replace(",", "")) > 0
 
 
-def test_a_long_check_says_once_how_long_it_takes(capsys, monkeypatch):
+def test_a_long_check_says_how_long_it_takes_and_how_far_it_is(capsys, monkeypatch):
     register("slow", lambda num_envs, device: Counter(num_envs, episode_length=5))
     clock = iter(range(2, 100_000, 2))  # two seconds a step; the first one is not counted
     read = SimpleNamespace(monotonic=lambda: next(clock), perf_counter=time.perf_counter)
     monkeypatch.setattr("pql.cli.doctor_env.time", read)
     assert main(["doctor", "--env", "slow", "--num-envs", "4", "--steps", "20"]) == 0
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("the check makes")]
-    assert said == ["the check makes 2 env steps/s: about 130 s more; --num-envs 2 or --steps 50 takes less"]
+    said = [line for line in capsys.readouterr().err.splitlines() if " s more" in line]
+    assert said[0] == "the check makes 2 env steps/s: about 130 s more; --num-envs 2 or --steps 50 takes less"
+    assert said[1] == "12 of 60 steps: about 105 s more"
+    assert (len(said), said[-1]) == (9, "54 of 60 steps: about 12 s more")
+
+
+def test_a_time_limit_that_was_not_reached_is_checked_with_a_short_one(capsys):
+    def long(num_envs, device, settings=None, broken=False):
+        limit = round(2 * (settings or {}).get("episode_length_s", 500.0))
+        env = Counter(num_envs, episode_length=limit, terminate_every=0)
+        info = {"dt": 0.5, "time_limit": "settings.episode_length_s"}
+        env.spec = replace(env.spec, info=info, max_episode_steps=limit - broken)
+        return env
+
+    register("long", long)
+    register("endless", lambda num_envs, device: Counter(num_envs, episode_length=900, terminate_every=0))
+    given = ["--num-envs", "2", "--steps", "30"]
+    assert main(["doctor", "--env", "long", *given, "settings.other=1"]) == 0
+    said, beside = capsys.readouterr()
+    word = "task.kwargs.settings.episode_length_s=10"
+    assert f"the time limit of 1,000 steps was not reached: again with {word}\n" in beside
+    assert f"  ok   time_limit       no episode continues after max_episode_steps rows (with {word})\n" in said
+    assert f"  ok   final_obs_kept   final_obs is not the next episode's first observation (with {word})\n" in said
+    assert main(["doctor", "--env", "long", *given, "broken=true"]) == 1  # a fault of the second check counts
+    assert re.search(rf"FAIL time_limit .* \(with {word}\)", capsys.readouterr().out)
+    assert main(["doctor", "--env", "endless", *given]) == 0
+    assert "none of 900 rows was reached; --steps 905, or a shorter limit, tests it\n" in capsys.readouterr().out
 
 
 def test_terminations_in_the_row_of_the_limit_are_told():

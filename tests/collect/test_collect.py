@@ -23,7 +23,7 @@ from pql.types import Step
 
 
 def test_episode_statistics_are_means_over_finished_episodes():
-    stats = EpisodeStats(3, ("speed",), torch.device("cpu"))
+    stats = EpisodeStats(3, {"speed": "sum", "error": "step", "level": "episode"}, torch.device("cpu"))
     no = torch.zeros(3, dtype=torch.bool)
 
     def step(reward, ended=(), first=(), invalid=()):
@@ -31,7 +31,8 @@ def test_episode_statistics_are_means_over_finished_episodes():
             return torch.tensor([i in ids for i in range(3)])
 
         r = torch.tensor(reward)
-        stats.update(Step({}, r, at(ended), no, at(first), {}, ~no, ~at(invalid), {"speed": 10 * r}))
+        log = {"speed": 10 * r, "error": 2 * r, "level": 3.0 * at(ended)}
+        stats.update(Step({}, r, at(ended), no, at(first), {}, ~no, ~at(invalid), log))
 
     step([1.0, 2.0, 3.0])
     step([1.0, 2.0, 3.0], ended=(0, 1), first=(0, 1))
@@ -44,6 +45,8 @@ def test_episode_statistics_are_means_over_finished_episodes():
         "train/return_mean": 25 / 4,
         "train/length_mean": 8 / 4,
         "episode/speed": 250 / 4,
+        "step/error": 50 / 8,
+        "episode/level": 3.0,
         "train/episodes": 4,
     }
     assert float(stats.drain()["train/episodes"]) == 0
@@ -55,7 +58,7 @@ def test_an_episode_counts_once_another_begins():
     no, on = torch.zeros(1, dtype=torch.bool), torch.ones(1, dtype=torch.bool)
 
     def drained(rows):
-        stats = EpisodeStats(1, (), torch.device("cpu"))
+        stats = EpisodeStats(1, {}, torch.device("cpu"))
         for reward, ended, first, valid in rows:
             stats.update(Step({}, torch.tensor([reward]), on & ended, no, on & first, {}, on, on & valid, {}))
         out = stats.drain()

@@ -209,7 +209,7 @@ def test_the_parts_of_an_actor_are_views_with_the_rungs_of_the_whole():
     noise.fresh.zero_()
     part.observe(torch.tensor([False, True, False, True]))
     assert whole.explore.fresh.tolist() == [False] * 4 + [False, True, False, True]
-    stats = EpisodeStats(8, (), torch.device("cpu"))
+    stats = EpisodeStats(8, {}, torch.device("cpu"))
     stats.part(slice(0, 4)).running.fill_(3.0)
     assert stats.running[:, :4].eq(3).all()
     assert stats.running[:, 4:].eq(0).all()

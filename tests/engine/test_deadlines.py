@@ -68,6 +68,7 @@ ALLOWED = {
     "remote/server.py:_converse": "an actor's next order: the run may be busy; the end of the stream cancels it",
     "remote/actor/client.py:_connect": "gRPC's thread, which reads the outbox until the None that ends the stream",
     "remote/actor/client.py:read_all": "a thread that reads a stream, which _connect cancels",
+    "run/driven.py:_next": "a run: its workers have deadlines, and its thread answers when it ends",
     "cli/profile.py:finish": DEVICE,
     "engine/graph.py:take": DEVICE,
     "engine/graph.py:finish": DEVICE,

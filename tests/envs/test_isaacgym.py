@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pql.collect.episodes import EpisodeStats
+from pql.contract.optional import set_stage, stage_of
 from pql.envs.adapters import isaacgym
 from pql.envs.adapters.isaacgym import IsaacGymVec
 from pql.errors import ConfigError
@@ -50,7 +51,7 @@ def test_rows_are_what_really_happened(when):
     env, _ = make(when)
     obs, lengths, ends = env.reset(0), torch.zeros(4), []
     assert obs["policy"][:, 0].unique().numel() == 1  # one episode, and not the zeros of the simulator's own reset
-    stats = EpisodeStats(4, (), torch.device("cpu"))
+    stats = EpisodeStats(4, {}, torch.device("cpu"))
     for _ in range(30):
         step = env.step(torch.zeros(4, 3))
         stats.update(step)
@@ -164,3 +165,23 @@ def test_the_timing_follows_the_task(monkeypatch, task, timing):
 def test_environments_that_end_together_cannot_begin_apart(task):
     with pytest.raises(ConfigError, match=f"random_lengths=true: expected false: all environments of {task}"):
         isaacgym.isaacgym(2, "cpu", task=task, random_lengths=True)
+
+
+def test_an_adaptive_curriculum_is_saved_and_restored():
+    env, task = make()
+    assert not hasattr(env, "progress")  # a package without it
+    fake_isaacgym.ALIVE.clear()
+    task = fake_isaacgym.FakeVecTask(4, L)
+    task.control_steps, tolerance = 0, [0.075]
+    task.get_env_state = lambda: {"success_tolerance": tolerance[0]}
+    task.set_env_state = lambda state: tolerance.append(state["success_tolerance"])
+    env = IsaacGymVec(task, "Fake", "post")
+    task.control_steps = 12
+    assert env.progress() == {"control_steps": 12, "success_tolerance": 0.075}
+    assert stage_of(env) == {"stage/control_steps": 12, "stage/success_tolerance": 0.075}
+    set_stage(env, {"stage/control_steps": 40.0, "stage/success_tolerance": 0.05, "seconds": 3.0})
+    assert (task.control_steps, tolerance) == (40, [0.075, 0.05])
+    tolerance[0] = -1.0
+    assert stage_of(env) == {"stage/control_steps": 40}  # counters of checkpoints are numbers from 0 on
+    task.get_env_state = lambda: None
+    assert env.progress() == {"control_steps": 40}

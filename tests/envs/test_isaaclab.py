@@ -4,19 +4,29 @@
 import contextlib
 import math
 import sys
+import threading
 import types
+import warnings
 
 import fake_isaaclab
 import gymnasium
 import pytest
 import torch
-from fake_isaaclab import Config, FakeLabEnv, FakeMjlabEnv
+from fake_isaaclab import Config, FakeLabEnv, FakeMjlabEnv, JointEffortAction, JointPositionAction
+from run_files import rows, words
 
+import pql
+from pql.config.compose import compose
 from pql.envs.adapters import isaaclab
 from pql.envs.adapters.adapt import Actions, change
 from pql.envs.adapters.isaaclab import IsaacLabVec
+from pql.envs.adapters.managers import Course
 from pql.envs.adapters.mjlab import MjlabVec
-from pql.errors import ConfigError
+from pql.envs.adapters.quiet import quiet
+from pql.envs.classic import Pendulum
+from pql.errors import ConfigError, PqlWarning
+from pql.run.environment import build_env, build_eval_env
+from pql.run.session import Session
 
 
 @pytest.fixture(autouse=True)
@@ -75,9 +85,13 @@ def test_rows_are_what_really_happened(kind):
 def test_the_log_counts_once_for_each_environment_that_was_reset(kind):
     env = KINDS[kind]()
     env.reset(0)
-    assert env.spec.log == ("Episode_Reward/walk", "Curriculum/level", "Episode_Termination/time_out")
+    whole = ("Episode_Reward/walk", "Curriculum/level", "Episode_Termination/time_out")
+    per_step = {"Metrics/slip": "step"} if kind == "mjlab" else {}
+    assert env.spec.log == {**dict.fromkeys(whole, "episode"), **per_step}
     for t in range(1, 9):
         step = env.step(torch.zeros(4, 3))
+        if per_step:
+            assert step.log["Metrics/slip"].tolist() == [0.5 * (t - 1)] * 4
         expected = {3: [0, 3, 0, 0], 5: [5, 0, 5, 5], 6: [0, 3, 0, 0]}.get(t, [0] * 4)
         assert step.log["Episode_Reward/walk"].tolist() == expected
         assert step.log["Curriculum/level"].tolist() == [2.0 * (x > 0) for x in expected]
@@ -103,54 +117,85 @@ def test_actions_reach_the_bound_or_the_spaces_own():
     space = gymnasium.spaces.Box(torch.tensor([0.0, -2.0]).numpy(), torch.tensor([1.0, 4.0]).numpy())
     bounded, discrete = (types.SimpleNamespace(single_action_space=s) for s in (space, gymnasium.spaces.Discrete(2)))
     assert Actions(bounded, 1.0)(torch.tensor([[0.0, 1.0]])).tolist() == [[0.5, 4.0]]
-    with pytest.raises(ConfigError, match=r"action_bound=0: expected a number above 0"):
+    with pytest.raises(
+        ConfigError, match=r"action_bound=0: expected a number above 0, a list with one for each of the 2 actions"
+    ):
         Actions(bounded, 0)
     with pytest.raises(ConfigError, match=r"task=Discrete\(2\): expected a task whose actions are one array"):
         Actions(discrete, 1.0)
 
 
-class JointPositionAction:
-    """A term of the action manager, with Isaac Lab's names for its parts or mjlab's."""
-
-    def __init__(self, limits, names, scale, offset):
-        owner = types.SimpleNamespace(data=types.SimpleNamespace(soft_joint_pos_limits=torch.tensor([limits] * 4)))
-        setattr(self, names[0], owner)
-        setattr(self, names[1], torch.tensor([2, 0, 1]))
-        self._scale, self._offset = scale, offset
+LIMITS = [[-1.0, 2.0], [-3.0, 0.0], [-0.5, 0.5]]  # of the joints 0, 1, 2; the action's order is 2, 0, 1
 
 
-class JointEffortAction(JointPositionAction):
-    pass
+def jointed(mjlab, limits=LIMITS, scale=0.5, offset=0.0, kind=JointPositionAction):
+    """An environment whose action moves three joints, and the dictionary of its action terms."""
+    fake_isaaclab.ALIVE.clear()
+    inner = (FakeMjlabEnv if mjlab else FakeLabEnv)(Config(auto_reset=not mjlab))
+    terms = {"joint_pos": kind(fake_isaaclab.robot(limits), mjlab, [2, 0, 1], scale, offset)}
+    inner.action_manager = types.SimpleNamespace(active_terms=[*terms], get_term=terms.__getitem__)
+    return inner
+
+
+EACH, POSE = torch.tensor([[0.25, 0.5, 1.0]] * 4), torch.tensor([[0.1, -0.5, -2.0]] * 4)
 
 
 @pytest.mark.parametrize("make", [IsaacLabVec, MjlabVec])
 def test_actions_of_one_reach_the_joints_limits(make):
-    mine = make is IsaacLabVec
-    names = ("_asset", "_joint_ids") if mine else ("_entity", "_target_ids")
-    limits = [[-1.0, 2.0], [-3.0, 0.0], [-0.5, 0.5]]  # of the joints 0, 1, 2; the action's order is 2, 0, 1
-    each = torch.tensor([[0.25, 0.5, 1.0]] * 4)
-    for scale, offset, bound in (
-        (0.5, 0.0, [1.0, 4.0, 6.0]),
-        (each, torch.tensor([[0.1, -0.5, -3.0]] * 4), [0.6 / 0.25, 2.5 / 0.5, 3.0 / 1.0]),
-    ):
-        inner = (FakeLabEnv if mine else FakeMjlabEnv)(Config(auto_reset=mine))
-        terms = {"joint_pos": JointPositionAction(limits, names, scale, offset)}
-        inner.action_manager = types.SimpleNamespace(active_terms=[*terms], get_term=terms.__getitem__)
-        env = make(inner, "Fake", action_bound="limits")
+    mjlab = make is MjlabVec
+    for scale, offset, bound in ((0.5, 0.0, [1.0, 4.0, 6.0]), (EACH, POSE, [0.6 / 0.25, 2.5 / 0.5, 2.0])):
+        env = make(jointed(mjlab, LIMITS, scale, offset), "Fake", action_bound="limits")
         assert env.spec.action.bounds[1] == pytest.approx(bound)
         assert env.spec.action.bounds[0] == pytest.approx([-b for b in bound])
-        for kind, edges, why in (
-            (JointEffortAction, limits, "a number: the action term joint_pos is a JointEffortAction"),
-            (JointPositionAction, [[-1.0, math.inf], *limits[1:]], "some joints have no limits"),
-        ):
-            terms["joint_pos"] = kind(edges, names, scale, offset)
-            with pytest.raises(ConfigError, match=f"action_bound=limits: expected .*{why}"):
-                Actions(inner, "limits")
-        inner.close()
+        assert env.spec.action.center is None
     with pytest.raises(ConfigError, match="this task's actions are not joint positions"):
-        Actions(types.SimpleNamespace(single_action_space=inner.single_action_space), "limits")
-    with pytest.raises(ConfigError, match="action_bound=limit: expected a number above 0, or limits"):
-        Actions(inner, "limit")
+        Actions(types.SimpleNamespace(single_action_space=env.env.single_action_space), "limits")
+    for bound in ("limits", "limits_asym"):
+        for given, why in (
+            ({"kind": JointEffortAction}, "a number: the action term joint_pos is a JointEffortAction"),
+            ({"limits": [[-1.0, math.inf], *LIMITS[1:]]}, "a number: some joints have no limits"),
+        ):
+            with pytest.raises(ConfigError, match=f"^action_bound={bound}: expected {why}$"):
+                Actions(jointed(mjlab, **given), bound)
+
+
+@pytest.mark.parametrize("make", [IsaacLabVec, MjlabVec])
+def test_asymmetric_bounds_are_the_limits_with_the_pose_at_zero(make):
+    """Piecewise linear; the slopes by autograd are both sides' distances."""
+    env = make(jointed(make is MjlabVec, LIMITS, -EACH, POSE), "Fake", action_bound="limits_asym")  # a mirrored joint
+    box, (low, high) = env.spec.action, env.spec.action.bounds
+    assert low == pytest.approx([-0.4 / 0.25, -2.5 / 0.5, -2.0])
+    assert high == pytest.approx([0.6 / 0.25, 0.5 / 0.5, 1.0])
+    assert box.center == (0.0, 0.0, 0.0)
+    rows = torch.tensor([[-1.0] * 3, [0.0] * 3, [1.0] * 3, [-9.0, 0.5, -0.5]])
+    env.step(rows)
+    taken = env.env.actions[-1]
+    assert taken[:3].tolist() == [list(low), [0.0] * 3, list(high)]
+    assert taken[3].tolist() == pytest.approx([low[0], high[1] / 2, low[2] / 2])
+    targets = POSE[:1] - EACH[:1] * taken[[0, 2]]
+    limits = torch.tensor([LIMITS[i] for i in (2, 0, 1)])
+    torch.testing.assert_close(targets.sort(0).values.T, limits)
+    at = torch.tensor([[-0.3, 0.7, -0.9], [0.2, -0.1, 0.4]])
+    slopes = torch.stack([torch.autograd.functional.jacobian(env.actions, row).diagonal() for row in at])
+    down, up = -torch.tensor(low), torch.tensor(high)
+    torch.testing.assert_close(slopes, torch.where(at < 0, down, up))
+    with pytest.raises(ConfigError, match=r"^action_bound=limits_asym: .*: b's pose is not within its limits$"):
+        Actions(jointed(False, LIMITS, EACH, torch.tensor([[0.1, -0.5, 0.0]] * 4)), "limits_asym")
+
+
+def test_each_action_may_have_its_bound():
+    env = IsaacLabVec(FakeLabEnv(Config()), "Fake", action_bound=[1, 2.0, 0.5])
+    assert env.spec.action.bounds == ((-1.0, -2.0, -0.5), (1.0, 2.0, 0.5))
+    known = r"a number above 0, a list with one for each of the 3 actions, limits or limits_asym"
+    for bound, shown, hint in (
+        ([1.0, 2.0], r"\[1\.0, 2\.0\]", ""),
+        ([1.0, 2.0, -1.0], r"\[1\.0, 2\.0, -1\.0\]", ""),
+        (math.inf, "inf", ""),
+        (True, "true", ""),
+        ("limit", "limit", r" \(did you mean limits\?\)"),
+    ):
+        with pytest.raises(ConfigError, match=f"^action_bound={shown}: expected {known}{hint}$"):
+            Actions(env.env, bound)
 
 
 def test_mjlabs_space_says_its_bounds_once_for_all_actions():
@@ -193,12 +238,161 @@ def test_groups_must_be_flat_and_one_is_the_policys():
 
 
 def test_first_episodes_of_random_length():
-    env = IsaacLabVec(FakeLabEnv(Config(num_envs=64, length=40, falls=())), "Fake", random_lengths=True)
+    env = IsaacLabVec(FakeLabEnv(Config(num_envs=64, length=40, falls=())), "Fake", course=Course(True))
     buffer = env.env.episode_length_buf
     env.reset(0)
     assert env.env.episode_length_buf is buffer
     assert buffer.unique().numel() > 15
     assert buffer.max() < 40
+
+
+# -- log, curricula, restarts, images ------------------------------------------------------------------------------
+
+
+def test_numbers_written_at_every_step_are_told_from_those_of_a_reset():
+    """Isaac Lab keeps the log of the last reset, to which reward terms may add; what a reset removes keeps its last
+    value, and what appears later is named."""
+
+    class Chatty(FakeLabEnv):
+        def judge(self):
+            ids = super().judge()
+            self.extras["log"] |= {"Metrics/slip": torch.full((4, 1), float(self.common_step_counter))}
+            if self.common_step_counter == 4:
+                self.extras["log"]["Metrics/late"] = 1.0
+            return ids
+
+    env = IsaacLabVec(Chatty(Config()), "Fake")
+    assert env.spec.log_kinds["Metrics/slip"] == "step"
+    env.reset(0)
+    seen = []
+    for t in range(1, 6):
+        with (
+            pytest.warns(PqlWarning, match="Fake logs Metrics/late only after its first step")
+            if t == 4
+            else no_warning()
+        ):
+            step = env.step(torch.zeros(4, 3))
+        assert "Metrics/late" not in step.log
+        seen.append(step.log["Metrics/slip"].tolist())
+    assert seen == [[1.0] * 4, [2.0] * 4, [2.0] * 4, [4.0] * 4, [4.0] * 4]  # resets in steps 3 and 5
+
+
+@contextlib.contextmanager
+def no_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def test_reasons_of_ends_are_those_of_each_environment_if_a_manager_knows_them():
+    """Isaac Lab 2.3 logs shares of all environments' latest ends there, which do not add up to one for a row."""
+    env = lab(both=False)
+    terms = {"time_out": torch.tensor([True, False, True, True])}
+    env.env.termination_manager = types.SimpleNamespace(active_terms=[*terms], get_term=terms.__getitem__)
+    env.reset(0)
+    steps = [env.step(torch.zeros(4, 3)) for _ in range(5)]
+    assert [s.log["Episode_Termination/time_out"].tolist() for s in steps[2::2]] == [[0.0] * 4, [1.0, 0.0, 1.0, 1.0]]
+
+
+@pytest.mark.parametrize("make", [IsaacLabVec, MjlabVec])
+def test_a_stage_is_saved_scaled_and_set(make):
+    inner = (FakeLabEnv if make is IsaacLabVec else FakeMjlabEnv)(Config(auto_reset=make is IsaacLabVec))
+    env = make(inner, "Fake", course=Course(curriculum_scale=0.25))
+    assert (inner.common_step_counter, env.progress()) == (0, {"common_step_counter": 0})  # after the step in advance
+    env.reset(0)
+    for _ in range(3):
+        step = env.step(torch.zeros(4, 3))
+    assert env.progress() == {"common_step_counter": 12}
+    if make is MjlabVec:  # Isaac Lab resets before the adapter can count
+        assert step.log["Curriculum/level"][1] == 3
+    env.load_progress({"common_step_counter": 30.0})
+    env.reset(0)
+    assert inner.extras["log"]["Curriculum/level"] == 4
+    env.step(torch.zeros(4, 3))
+    assert inner.common_step_counter == 34
+    with pytest.raises(ConfigError, match="curriculum_scale=0: expected a number above 0"):
+        make(inner, "Fake", course=Course(curriculum_scale=0))
+
+
+def test_a_terrain_s_levels_continue_on_resume_and_are_left_alone_elsewhere():
+    env = mj()
+    env.env.add_terrain()
+    terrain = env.env.scene.terrain
+    env.reset(0)
+    env.reset(0)
+    assert terrain.terrain_levels.tolist() == [2] * 4
+    env.load_progress({"common_step_counter": 7, "terrain_levels": torch.tensor([0, 4, 1, 9])})
+    env.reset(0)
+    assert terrain.terrain_levels.tolist() == [0, 4, 1, 4]
+    assert terrain.env_origins.flatten().tolist() == [0.0, 4.0, 1.0, 4.0]
+    assert env.progress()["terrain_levels"].tolist() == [0, 4, 1, 4]
+    env.reset(0)
+    assert terrain.terrain_levels.tolist() == [1, 4, 2, 4]  # the curriculum works again
+    env.load_progress({"common_step_counter": 7, "terrain_levels": torch.zeros(3)})  # of another number of environments
+    env.reset(0)
+    assert terrain.terrain_levels.tolist() == [2, 4, 3, 4]
+
+
+@pytest.mark.parametrize("kind", ["lost", "mjlab"])
+def test_single_environments_restart(kind):
+    env = KINDS[kind]()
+    env.reset(0)
+    before = env.step(torch.zeros(4, 3)).obs
+    obs = env.reset_where(torch.tensor([False, False, True, False]))
+    rows = torch.tensor([0, 1, 3])
+    assert torch.equal(obs["policy"][rows], before["policy"][rows])
+    assert torch.equal(obs["critic"][rows], before["critic"][rows])  # with its noise
+    assert obs["policy"][2].tolist() == [before["policy"][2, 0] + 1, 0]
+    assert env.reset_where(torch.zeros(4, dtype=torch.bool))["policy"].equal(obs["policy"])
+    step = env.step(torch.zeros(4, 3))
+    assert step.obs["policy"][:, 1].tolist() == [2.0, 2.0, 1.0, 2.0]
+    assert step.log["Curriculum/level"].tolist() == [0.0] * 4  # nobody ended
+    config = Config()
+    config.observations.critic.history_length = 3
+    fake_isaaclab.ALIVE.clear()
+    assert hasattr(IsaacLabVec(FakeLabEnv(config), "Fake"), "reset_where") is False
+
+
+def test_images_have_the_viewers_size():
+    env = mj()
+    with pytest.raises(ConfigError, match="render_mode=null: expected rgb_array"):
+        env.render()
+    env.env.render_mode = "rgb_array"
+    env.reset(0)
+    env.step(torch.zeros(4, 3))
+    assert (env.render().shape, env.render().max()) == ((4, 6, 3), 1)
+    with pytest.raises(ConfigError, match=r"width=64: expected none: task\.kwargs\.settings\.viewer sets the size"):
+        env.render(0, 64)
+    with pytest.raises(ConfigError, match=r"index=2: expected 0, from task\.kwargs\.settings\.viewer\.env_idx"):
+        env.render(2)
+    shown = []
+    env.env.viewport_camera_controller = types.SimpleNamespace(set_view_env_index=shown.append)
+    env.render(2)
+    assert shown == [2]
+
+
+def test_evaluations_are_at_the_trainings_stage_and_a_resumed_run_continues_it(tmp_path, monkeypatch):
+    def fake(num_envs=4, device="cpu", random_lengths=True, curriculum_scale=1.0, play=False):
+        env = FakeMjlabEnv(Config(num_envs=num_envs, auto_reset=False, falls=()))
+        return MjlabVec(env, "Fake", course=Course(random_lengths, curriculum_scale, play))
+
+    monkeypatch.setattr("pql.contract.registry._registered", {"fake": fake})
+    config = compose(words(tmp_path, "task=env", "task.name=fake", "eval.final=true", "budget.env_steps=192"))
+    summary = Session(config, quiet=True).train()
+    assert summary.length_mean == 5.0  # whole episodes, although those of training begin at random lengths
+    (row,) = [r for r in rows(tmp_path) if "eval/return_mean" in r]
+    assert row["stage/common_step_counter"] == row["steps/env"] / 16 == 12
+    assert row["eval/episode/Curriculum/level"] == 3
+    assert row["eval/step/Metrics/slip"] == 0.5 * row["stage/common_step_counter"]  # it stays
+    report = pql.evaluate(summary.checkpoint, 2, 2)
+    assert (report["play"], report["stage/common_step_counter"]) == (True, row["stage/common_step_counter"])
+    assert report["episode/Curriculum/level"] == 3
+    with pytest.warns(PqlWarning, match=r"its curriculum continues at common_step_counter \d+$"):
+        resumed = pql.resume(tmp_path, "budget.env_steps=336", quiet=True)
+    (_, row) = [r for r in rows(tmp_path) if "eval/return_mean" in r]
+    assert resumed.env_steps == row["steps/env"]
+    assert row["stage/common_step_counter"] == row["steps/env"] / 16
+    assert row["eval/episode/Curriculum/level"] == 4
 
 
 def stand_in(monkeypatch, modules, ids):
@@ -298,6 +492,80 @@ def test_version_3_resolves_the_task_and_then_launches_what_it_needs(version_3, 
     assert env.reset(0)["policy"].shape == (3, 2)
     env.close()
     assert version_3[2:] == ["simulation closed"]
+
+
+def test_play_is_the_play_configuration_with_the_time_limit_of_training(version_3, monkeypatch, capsys):
+    utils = sys.modules["isaaclab_tasks.utils"]
+    real = utils.load_cfg_from_registry
+
+    def load(task, key):
+        print("resolving", task)
+        config = real(task, key)
+        config.episode_length_s = 1e9 if "Play" in task else 5.0
+        if "Play" in task:
+            config.rewards = {}
+        return config
+
+    monkeypatch.setattr(utils, "load_cfg_from_registry", load)
+    given = {"rewards.walk.weight": 2.0, "fall_at": 2}
+    env = isaaclab.isaaclab(3, "cpu", "Isaac-Fake", settings=given, play=True)
+    assert (env.spec.name, env.spec.info["play"]) == ("Isaac-Fake", False)  # none is registered
+    env.close()
+    monkeypatch.setitem(gymnasium.registry, "Isaac-Fake-Play", None)
+    env = isaaclab.isaaclab(3, "cpu", "Isaac-Fake", settings=given, play=True)
+    assert (env.spec.name, env.spec.info["play"], env.spec.max_episode_steps) == ("Isaac-Fake-Play", True, 5)
+    assert env.env.cfg.fall_at == 2  # and the setting that it does not have is left out
+    assert capsys.readouterr().out == ""
+    env.close()
+    monkeypatch.setenv("PQL_VERBOSE", "1")
+    env = isaaclab.isaaclab(3, "cpu", "Isaac-Fake")
+    assert capsys.readouterr().out == "resolving Isaac-Fake\n"
+    assert env.spec.info["random_lengths"] is True
+
+
+def test_only_the_threads_own_output_is_hidden(capsys):
+    with quiet():
+        print("hidden")
+        thread = threading.Thread(target=print, args=("of another thread",))
+        thread.start()
+        thread.join()
+    print("after")
+    assert capsys.readouterr() == ("of another thread\nafter\n", "")
+
+    @quiet()
+    def fail():
+        print("why")
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        fail()
+    assert capsys.readouterr() == ("", "why\n")
+
+
+def test_eval_play_can_be_refused_and_required(tmp_path, monkeypatch):
+    seen = []
+
+    def fake(num_envs=4, device="cpu", play=False):
+        seen.append((num_envs, play))
+        env = MjlabVec(FakeMjlabEnv(Config(num_envs=num_envs, auto_reset=False)), "Fake", course=Course(play=play))
+        return env if num_envs != 3 else Pendulum(3, "cpu")
+
+    monkeypatch.setattr("pql.contract.registry._registered", {"fake": fake})
+    given = [f"run_dir={tmp_path}", "device=cpu", "task=env", "task.name=fake"]
+    for word, played in (
+        (None, True),
+        ("eval.play=false", False),
+        ("eval.play=true", True),
+        ("task.kwargs.play=false", False),
+    ):
+        config = compose([*given, *([word] if word else [])])
+        assert build_eval_env(config, 2).spec.info["play"] is played
+    assert [play for _, play in seen] == [True, False, True, False]
+    assert build_env(compose(given), 2).spec.info["play"] is False  # another library's, for training
+    with pytest.raises(
+        ConfigError, match=r"eval\.play=true: expected null or false: pendulum has no configuration for"
+    ):
+        build_eval_env(compose([*given, "eval.play=true"]), 3)
 
 
 def test_a_task_that_is_not_registered_is_named_before_anything_is_launched(version_3):

@@ -103,6 +103,23 @@ def test_first_episodes_of_random_length():
     assert env.env._elapsed_steps.max() < 40
 
 
+def test_single_environments_restart_and_images_show_one():
+    env = ManiSkillVec(FakeVector(), "Fake", 5, "cpu")
+    env.reset(0)
+    before = env.step(torch.zeros(4, 2)).obs["policy"]
+    obs = env.reset_where(torch.tensor([False, False, True, False]))["policy"]
+    assert obs.tolist() == [*before[:2].tolist(), [before[2, 0] + 1, 0], before[3].tolist()]
+    assert torch.equal(env.reset_where(torch.zeros(4, dtype=torch.bool))["policy"], obs)
+    assert env.step(torch.zeros(4, 2)).obs["policy"][:, 1].tolist() == [2.0, 2.0, 1.0, 2.0]
+    with pytest.raises(ConfigError, match="render_mode=null: expected rgb_array"):
+        env.render()
+    env.env.render_mode = "rgb_array"
+    env.env.render = lambda: torch.arange(4).view(4, 1, 1, 1).expand(4, 5, 6, 3)
+    assert (env.render(3).shape, env.render(3).max()) == ((5, 6, 3), 3)
+    with pytest.raises(ConfigError, match=r"height=64: expected none: task\.kwargs\.settings\.human_render"):
+        env.render(0, None, 64)
+
+
 def test_the_simulation_is_on_the_device_asked_for():
     names = [backend(torch.device(name)) for name in ("cpu", "cuda", "cuda:1")]
     assert names == ["physx_cpu", "physx_cuda", "physx_cuda:1"]

@@ -221,7 +221,7 @@ def test_spec(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert env.spec.action.size == action_size == env.model.nu
     assert env.spec.action.bounds == tuple(map(tuple, env.model.actuator_ctrlrange.T))
     assert env.spec.max_episode_steps == 7
-    assert tuple(step.log) == env.spec.log
+    assert tuple(step.log) == tuple(env.spec.log)
     assert step.obs["policy"].dtype == step.final_obs["policy"].dtype == step.reward.dtype == torch.float32
     assert all(value.dtype == torch.float32 and value.shape == (3,) for value in step.log.values())
     assert env.task.dt == pytest.approx(env.model.opt.timestep * env.task.frame_skip)

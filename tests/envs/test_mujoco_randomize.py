@@ -15,6 +15,7 @@ from mujoco_runs import build, random_actions
 
 from pql.contract.conformance import check_env
 from pql.contract.env import make_env
+from pql.contract.optional import Staged, set_stage, stage_of, supports
 from pql.envs.mujoco.curriculum import Levels, linear, make_curriculum, succeed, survive
 from pql.envs.mujoco.engine import BatchEngine, Listed
 from pql.envs.mujoco.env import MujocoVec
@@ -202,6 +203,24 @@ def test_at_level_zero_nothing_is_randomised() -> None:
         assert torch.equal(env.step(action).obs["policy"], plain.step(action).obs["policy"])
 
 
+def test_evaluations_are_at_the_trainings_level() -> None:
+    given: dict[str, Any] = {"max_episode_steps": 4, "curriculum": {"kind": "linear", "steps": 64}}
+    env, evaluation = build("halfcheetah", 4, **given), build("halfcheetah", 2, **given)
+    assert not supports(build("halfcheetah", 2), Staged)
+    env.reset(0)
+    for action in random_actions(env, 8):
+        env.step(action)
+    assert stage_of(env) == {"stage/level": 0.5, "stage/total": 32}
+    set_stage(evaluation, stage_of(env))
+    evaluation.reset(0)
+    assert evaluation._levels.level.tolist() == [0.5, 0.5]
+    steps = [evaluation.step(action).log["level"] for action in random_actions(evaluation, 8)]
+    assert [s.tolist() for s in steps[3::4]] == [[0.5, 0.5], [40 / 64, 40 / 64]]
+    set_stage(evaluation, {"stage/level": 7.0})  # of a checkpoint that nobody checked
+    evaluation.reset(0)
+    assert evaluation._levels.level.tolist() == [1.0, 1.0]
+
+
 def test_curricula_move_levels_as_they_say() -> None:
     ended = torch.tensor([True, True, True, False])
     steps, reward = torch.tensor([100, 60, 20, 70]), torch.zeros(4)
@@ -284,4 +303,4 @@ def test_randomisation_is_reached_from_the_command_line() -> None:
     assert isinstance(env, MujocoVec)
     assert env._randomizer is not None
     assert env._randomizer.settings.mass == (0.8, 1.2)
-    assert env.spec.log[-1] == "level"
+    assert (list(env.spec.log)[-1], env.spec.log_kinds["level"]) == ("level", "episode")

@@ -432,7 +432,7 @@ def test_the_engine_follows_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose("auto", torch.device("cpu")) == "batch"
     assert choose("auto", torch.device("cuda:1")) == "warp"
     assert TASKS["hopper"].describe(2, "cuda").deterministic is False
-    assert TASKS["hopper"].describe(2, "cuda").log[-1] == "overflow"
+    assert list(TASKS["hopper"].describe(2, "cuda").log)[-1] == "overflow"
     assert TASKS["hopper"].describe(2, "cpu").deterministic is True
 
 

@@ -18,6 +18,7 @@ from torch import nn
 import pql
 from pql.algos.off_policy import make_critic
 from pql.algos.on_policy import make_body
+from pql.algos.registry import make_policy
 from pql.cli.main import main
 from pql.config import EncoderConfig, from_dict, to_dict
 from pql.contract.env import Box, Discrete, EnvSpec, ObsSpec
@@ -26,7 +27,7 @@ from pql.engine.executors import Inline
 from pql.envs.toy import Counter
 from pql.errors import ConfigError
 from pql.nets.encoders import Encoder, Pictures
-from pql.run.build import build, make_policy
+from pql.run.build import build
 from pql.run.resume import resume_config
 from pql.run.session import Session
 from pql.run.store import manifest

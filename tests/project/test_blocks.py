@@ -40,6 +40,7 @@ FILES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((RO
 SHELL = ("", "sh", "bash", "console")
 PLACEHOLDERS = {"T": "halfcheetah", "A": "pql", "S": "1", "N": "1000000", "K": "0", "SETTINGS": "", "...": ""}
 FOREIGN = {"git", "source", "bazel", "openssl", "ray", "uv", "/opt/lab/bin/pip", "cd", "pip download"}
+FOREIGN |= {"train", "play", "isaaclab", "./isaaclab.sh"}  # of robot stacks
 DRAWINGS = ("tick k", "row  ", "group 0")
 
 

@@ -42,6 +42,8 @@ COVERED = {
     r"python tools/(bench/|peers/compare|pass_rates)": "hours: short in tests/project/test_tools.py",
     r"python tools/gpu/check.py( $| --parts)": "minutes on a GPU, and itself runs tests: tests/gpu/test_gpu_check.py",
     r"torchrun --nnodes": "two machines: tests/engine/test_parallel.py has two processes on one",
+    r"(PQL_SETTINGS=.* )?(train|play) ": "mjlab's: tests/envs/test_adapters.py",
+    r"(isaaclab|\./isaaclab\.sh) ": "Isaac Lab's: tests/lab/test_lab_isaaclab.py has stand-ins",
     r"pql play .*--(live|browser)": "needs a screen, or viser: tests/run/test_play.py has stand-ins",
     r"pql (push|pull|eval walker )": "needs a hub: tests/hub/test_hub.py has a stand-in",
     r"pql (fleet|actor .*learner\.lan)": "needs a cluster: tests/remote/test_fleet.py",
@@ -49,6 +51,7 @@ COVERED = {
 }
 WITHOUT = {  # pages whose commands are all of these kinds, or printed on an earlier page, too
     "docs/contributing.md",
+    "docs/guides/robot_stacks.md",
     "docs/results/libraries.md",
     "docs/results/quality.md",
 }

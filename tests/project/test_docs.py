@@ -50,7 +50,10 @@ def test_the_python_reference_has_every_public_name():
     }
     wraps = {"pql.wrap.rsl_rl", "pql.wrap.sb3", "pql.wrap.gymnasium"}
     names = {f"pql.{name}" for name in {*pql.__all__} - {"__version__", "wrap"}}
-    assert listed == names | optional | wraps | {"pql.contract.env.VecEnv"}
+    robots = {f"pql.deploy.{name}" for name in ("Controller", "Limits", "JointCommand")}
+    stacks = {"pql.lab.vec.from_rsl_rl", "pql.lab.learner.LabLearner", "pql.lab.runner.LabRunner"}
+    more = robots | stacks | {"pql.contract.env.VecEnv", "pql.run.driven.Driven"}
+    assert listed == names | optional | wraps | more
 
 
 def offered(name, found):

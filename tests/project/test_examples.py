@@ -69,6 +69,17 @@ def test_own_simulator_keeps_the_contract_and_trains():
     raise AssertionError("nothing ended a mass that flew away")
 
 
+def test_own_curriculum_is_evaluated_and_resumed_at_its_stage():
+    main = example("own_curriculum")["main"]
+    run = main("algo=pql", *SMALL, "eval.every_seconds=null")
+    (row,) = [r for r in rows(run) if "eval/return_mean" in r]
+    assert row["stage/steps"] == run.env_steps / 32 == 64
+    assert 0.2 + 0.8 * 64 / 2000 <= row["eval/episode/reach"] <= 0.2 + 0.8 * (64 + 100) / 2000
+    with pytest.warns(pql.errors.PqlWarning, match="its curriculum continues at steps 64$"):
+        again = pql.resume(run.run_dir, "budget.env_steps=4096", trust=True, quiet=True)
+    assert [r["stage/steps"] for r in rows(again) if "eval/return_mean" in r] == [64, again.env_steps / 32]
+
+
 def test_own_mujoco_task_rewards_a_ball_in_the_middle():
     pytest.importorskip("mujoco")
     scope = example("own_mujoco_task")
@@ -125,6 +136,13 @@ def test_sac_by_hand_swings_the_pendulum_up():
     scope = example("sac_by_hand")
     assert scope["evaluate"](scope["Agent"](pql.make_env("pendulum", num_envs=2).spec), seed=1) < -700
     assert scope["main"](seed=0) > -250
+
+
+def test_a_loop_of_its_own_learns_to_drive_to_the_middle():
+    words = ["algo.v_per_step=4", "algo.batch_size=64", "algo.critic.hidden=[64,64]", "algo.policy.hidden=[32,32]"]
+    summary, rewards = example("own_loop")["main"](*words, "budget.env_steps=8_000")
+    assert (summary.env_steps, len(rewards)) == (8_000, 500)
+    assert np.mean(rewards[-100:]) > np.mean(rewards[:100]) / 2  # of negative rewards: less than half the distance
 
 
 class Session:
@@ -243,3 +261,23 @@ def test_a_notebook_is_small_has_its_output_and_runs_anywhere(path):
     assert not any(output["output_type"] == "error" for output in outputs)
     assert any("image/png" in output.get("data", {}) for output in outputs)
     assert not re.search(r"/(tmp|home|root|work|content|Users)\b", str([o for o in outputs if "data" not in o]))
+
+
+def test_robot_walks_an_export_with_deploy_alone(monkeypatch, capsys):
+    pytest.importorskip("mujoco")
+    robots = pytest.importorskip("pql.envs.mujoco.robots")
+    try:
+        robots.model_file("go1")
+    except pql.ConfigError as error:
+        pytest.skip(str(error))
+    made = example("robot")
+    monkeypatch.setattr("pql.deploy.time.sleep", lambda seconds: None)
+    robot = made["main"](*SMALL, "seed=1")
+    assert robot.data.time == pytest.approx(250 * 0.02)
+    assert 0.05 < robot.data.qpos[2] < 0.5
+    assert capsys.readouterr().out.splitlines()[-1].startswith("5.0 s: ")
+    columns = load_file("walk.safetensors")
+    assert columns["obs.policy"].shape == (249, 48)
+    assert columns["target"].diff(dim=0).abs().max() <= 30.0 * 0.02 + 1e-5
+    run = pql.train("task=go1_velocity", *SMALL, "replay.prefill=walk.safetensors")
+    assert run.env_steps == 2048

@@ -33,7 +33,7 @@ def test_no_modules_import_one_another():
 def test_every_module_is_in_a_room():
     assert {module.room for module in MODULES.values()} - {"", "__main__"} == set(structure.ROOMS)
     entries = [p for p in (ROOT / "pql").iterdir() if p.name != "__pycache__"]
-    assert len(entries) <= 19
+    assert len(entries) <= 21
     for module in MODULES.values():
         if module.path.name == "__init__.py" and module.name:
             assert len((module.tree.body[0].value.value).splitlines()) >= 1  # says what the room is for
@@ -70,7 +70,7 @@ LONG_FILES: dict[str, str] = {}
 """Modules that may have more than 400 lines, with the reason."""
 LONG_FUNCTIONS: dict[str, str] = {}
 """Functions that may have more than 60 lines, with the reason."""
-MOST_LINES = {"pql": 43_640, "tests": 47_470, "tools": 6_850}
+MOST_LINES = {"pql": 47_000, "tests": 50_430, "tools": 6_850}
 """Lines of Python a folder may have. A commit that removes lines lowers its number, one that raises it says why."""
 
 

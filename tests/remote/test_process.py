@@ -25,6 +25,7 @@ from pql.config.compose import compose
 from pql.contract.conformance import check_env
 from pql.contract.env import Box, Discrete, EnvSpec, MultiDiscrete, ObsSpec, VecEnv, make_env
 from pql.contract.grouped import Grouped
+from pql.contract.optional import Staged, set_stage, stage_of, supports
 from pql.envs.toy import Counter
 from pql.errors import ConfigError, RunError
 from pql.remote.process import far, shared_cuda
@@ -181,6 +182,28 @@ def test_a_step_that_nobody_waits_for_is_forgotten(walk):
     env.start(torch.zeros(6, 2))
     assert env.reset(0)["critic"][:, 2].tolist() == [0] * 6
     assert env.step(torch.zeros(6, 2)).final_obs["critic"][:, 2].tolist() == [1] * 6
+
+
+def test_kinds_of_logged_values_and_stages_cross():
+    there = ProcessVec("far_sims:Staged", 3)
+    both = Grouped([ProcessVec("far_sims:Staged", 3), ProcessVec("far_sims:Staged", 3)])
+    try:
+        assert there.spec.log == {"push": "sum", "success": "step", "place": "episode"}
+        there.reset(0)
+        for _ in range(3):
+            there.step(torch.zeros(3, 2))
+        found = there.progress()
+        assert (found["steps"], found["levels"].tolist()) == (3, [0, 0, 0])
+        assert stage_of(there) == {"stage/steps": 3}
+        set_stage(there, {"stage/steps": 40.0, "ticks": 1.0})
+        assert there.progress()["steps"] == 40
+        assert supports(both, Staged)
+        both.load_progress({"steps": 7, "levels": torch.arange(6)})
+        assert both.progress()["levels"].tolist() == [0, 1, 2, 3, 4, 5]
+        assert both.envs[1].progress()["levels"].tolist() == [3, 4, 5]
+    finally:
+        there.close()
+        both.close()
 
 
 def test_a_tensor_simulator_gives_the_same_bits_in_another_process():

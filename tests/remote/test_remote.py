@@ -17,7 +17,8 @@ from late import cells
 from remotes import Late, Raw, acting, quiet, remote, wait_until
 
 from pql.config.compose import compose
-from pql.contract.env import ObsSpec, make_env
+from pql.contract.env import Box, ObsSpec, make_env
+from pql.contract.spec_json import action_of
 from pql.engine.executors import Inline
 from pql.envs.toy import Counter
 from pql.errors import ConfigError, RunError
@@ -99,6 +100,10 @@ def test_frames_that_are_wrong_are_refused_in_words():
     protocol.check_facts(facts | {"info": {"action_reach": [2.0] * facts["action"]["size"]}})
     with pytest.raises(protocol.ProtocolError, match="action is missing or wrong"):
         protocol.check_facts(facts | {"action": {"n": 3, "start": 0.5}})
+    box = {"size": 1, "low": [-1.0], "high": [3.0], "center": [0.0]}
+    assert action_of(protocol.check_facts(facts | {"action": box, "info": {}})["action"]) == Box(1, (-1,), (3,), (0,))
+    with pytest.raises(protocol.ProtocolError, match="action is missing or wrong"):
+        protocol.check_facts(facts | {"action": {**box, "center": [0.0, 1.0]}, "info": {}})
     with pytest.raises(protocol.ProtocolError, match="action is missing or wrong"):  # no float holds it
         protocol.check_facts(facts | {"action": {"size": 1, "low": [-(10**400)], "high": [1]}})
     group, nan = [[1], "float32", 1], float("nan")
@@ -107,6 +112,8 @@ def test_frames_that_are_wrong_are_refused_in_words():
         ("name", "x\u202e"),
         ("obs", {"policy": group, "a\tb": group}),
         ("log", ["success\n"]),
+        ("log", {"success": "often"}),
+        ("log", {"success": ["sum"]}),
         ("action", {"size": 1, "low": [nan], "high": [1.0]}),
         ("info", {"action_reach": [1.0] * 9}),
         ("info", {"action_reach": ["wide"]}),

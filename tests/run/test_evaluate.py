@@ -15,11 +15,11 @@ from stand_in import pretend
 import pql
 from pql.cli.main import main
 from pql.config.compose import compose
-from pql.contract.env import EnvSpec
+from pql.contract.env import Discrete, EnvSpec
 from pql.contract.registry import register
 from pql.envs.classic import Pendulum
 from pql.envs.toy import FILLER_REWARD, Counter
-from pql.errors import PqlWarning, RunError
+from pql.errors import ConfigError, PqlWarning, RunError
 from pql.run.environment import build_env
 from pql.run.episodes import EpisodeRules, Evaluation, StoppedError, run_episodes
 from pql.run.evaluator import CapturedEnv, Evaluator
@@ -150,20 +150,30 @@ def test_what_is_logged_is_averaged_over_the_steps_of_all_episodes():
     """Episodes of 2 rows in environment 0 and 6 in environment 1; filler rows and later episodes do not count."""
     env = Counter(num_envs=2, episode_length=6, terminate_every=1, autoreset="next_step")
     env.length_of = lambda env, episode: torch.where(env == 0, 2, 6) + episode * 0  # type: ignore[method-assign]
-    env.spec = dataclasses.replace(env.spec, log=("error", "success"))
+    env.spec = dataclasses.replace(env.spec, log={"error": "step", "success": "sum", "level": "episode"})
     real = env.step
 
     def step(action):
         first = env._episode == 0
         row = real(action)
         error = torch.where(row.valid & first, torch.tensor([1.0, 5.0]), torch.nan)
-        return row._replace(log={"error": error, "success": torch.zeros(2)})
+        level = torch.where(row.terminated | row.truncated, torch.tensor([3.0, 8.0]), 0.0)
+        return row._replace(log={"error": error, "success": torch.zeros(2), "level": level})
 
     env.step = step  # type: ignore[method-assign]
     result = run_episodes(env, zero, seed=0)
     assert result.lengths == [2.0, 6.0]
+    assert (result.whole, result.measures()["episode/level"]) == ({"level": 5.5}, 5.5)
     assert result.terms == {"error": (2 * 1.0 + 6 * 5.0) / 8}
     assert result.measures()["step/error"] == 4.0
+    cut = run_episodes(env, zero, seed=0, rules=EpisodeRules(max_steps=3))
+    assert (cut.lengths, cut.whole) == ([2.0, 3.0], {"level": 3.0})  # a cut episode has no end to log it
+
+
+def test_kinds_of_logged_values_are_checked_when_the_environment_is_made():
+    allowed = r"spec\.log\[level\]=episod: expected one of sum, step, episode \(did you mean episode\?\)"
+    with pytest.raises(ConfigError, match=allowed):
+        EnvSpec("x", 1, {}, Discrete(2), torch.device("cpu"), log={"level": "episod"})  # type: ignore[dict-item]
 
 
 def counted(env: Counter) -> list[int]:

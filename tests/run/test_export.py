@@ -381,6 +381,30 @@ def test_unit_map_undoes_the_scaling() -> None:
     torch.testing.assert_close(to_unit(torch.tensor([[-1.0, 10.0], [1.0, 2.5]])), torch.tensor([[-1.0, 1], [0, -0.5]]))
 
 
+class Linear(nn.Module):
+    def mean_action(self, obs):
+        return obs["policy"] * torch.tensor([1.0, -0.5])
+
+
+def test_an_action_of_zero_leaves_as_the_center_of_asymmetric_bounds(tmp_path: Path) -> None:
+    """The graph's rows at -1, 0, 1 and between; both files come back to [-1, 1]."""
+    obs, box = {"policy": ObsSpec((2,))}, Box(2, (-1.0, 0.0), (3.0, 10.0), (0.0, 8.0))
+    policy = Policy(Linear(), Normalizer(obs, 1, CPU), EnvSpec("made up", 1, obs, box, CPU))
+    metadata = metadata_of(policy)
+    assert (metadata["format_version"], metadata["action"]["center"]) == (3, (0.0, 8.0))
+    write_export(policy, metadata, tmp_path, ("pt2", "onnx"))
+    rows = torch.tensor([[-1.0, 2.0], [0.0, 0.0], [9.0, -9.0], [0.5, 1.0], [-0.5, -1.0]])
+    out = torch.tensor([[-1.0, 0.0], [0.0, 8.0], [3.0, 10.0], [1.5, 4.0], [-0.5, 9.0]])
+    for f in ("pt2", "onnx"):
+        loaded = pql.load_policy(tmp_path / f"policy.{f}", trust=True)
+        assert loaded.spec.action == box
+        torch.testing.assert_close(loaded._function([rows])[0], out)  # type: ignore[union-attr]
+        torch.testing.assert_close(loaded(rows), policy(rows).clamp(-1, 1))
+    for center in ([-1.0, 8.0], [0.0], [0.0, None]):
+        with pytest.raises(ValueError, match=r"action\.center is not (between low and high|2 numbers)"):
+            check_export(json.loads(json.dumps({**metadata, "action": {**metadata["action"], "center": center}})))
+
+
 # -- mistakes ---------------------------------------------------------------------------------------------------------
 
 
@@ -447,22 +471,3 @@ def test_the_documented_snippets_run_as_printed_one_of_them_without_torch(run: P
     scope: dict = {}
     exec(snippet("torch").replace('"policy.pt2"', f'r"{tmp_path}/policy.pt2"'), scope)
     np.testing.assert_allclose(scope["action"], by_hand(run, np.zeros((5, 3))), atol=1e-5)
-
-
-def test_the_control_loop_of_the_guide_acts_as_the_policy_at_its_rate(run: Path, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.chdir(run / "export")
-    guide = (Path(__file__).parents[2] / "docs" / "guides" / "sim_to_real.md").read_text()
-    loop = next(b for b in re.findall(r"```python\n(.*?)```", guide, re.S) if "import onnxruntime" in b)
-    assert "torch" not in loop
-    scope: dict = {}
-    exec(loop, scope)
-    seen = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
-    written: list[np.ndarray] = []
-    used = scope["control"](iter(seen).__next__, written.append, 4, 0.01, np.inf)
-    assert len(used) == 4
-    np.testing.assert_allclose(written, by_hand(run, seen), atol=1e-4)
-    written.clear()
-    scope["control"](iter(seen).__next__, written.append, 4, 0.0, 0.01)
-    assert np.abs(np.diff(written, axis=0)).max() <= 0.01 + 1e-6
-    with pytest.raises(RuntimeError, match="sensor"):
-        scope["control"](lambda: np.array([np.nan, 0, 0]), written.append, 1, 0.0, np.inf)

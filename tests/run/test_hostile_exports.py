@@ -164,7 +164,7 @@ def test_a_pt2_that_torch_would_execute_is_executed_with_trust_alone(
     ("entry", "value", "why"),
     [
         ("format", "other", "format is not pql-policy"),
-        ("format_version", 9, "format_version 2 or older; this is 9"),
+        ("format_version", 9, "format_version 3 or older; this is 9"),
         ("format_version", "1", "format_version is not a whole number"),
         ("spec", None, "spec is not a mapping"),
         ("task", {"name": "x", "process": {"python": "./evil"}}, "task is not name, id"),

@@ -216,7 +216,9 @@ def made_up(run: Path, monkeypatch: pytest.MonkeyPatch):
 
     def swap(kind):
         register("made_up", lambda num_envs, device: kind(num_envs, device))
-        monkeypatch.setattr("pql.run.policy.build_env", lambda config, num_envs: make_env("made_up", num_envs))
+        monkeypatch.setattr(
+            "pql.run.policy.build_eval_env", lambda config, num_envs, **_: make_env("made_up", num_envs)
+        )
 
     return swap
 

@@ -26,6 +26,7 @@ class Config:
     length: int = 5
     falls: tuple = (1,)
     fall_at: int = 3
+    stages: tuple = (0, 0, 10, 20)  # steps at which a stage of the curriculum begins: levels 2, 3 and 4
     both: bool = False  # environments fall at the time limit, so that both flags are set
     seed: int | None = None
     is_finite_horizon: bool = False
@@ -34,6 +35,7 @@ class Config:
     episode_length_s: float = 5.0
     observations: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(policy=Group(), critic=Group()))
     scene: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(num_envs=4))
+    viewer: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(env_idx=0))
     rewards: dict = field(default_factory=lambda: {"walk": SimpleNamespace(weight=1.0)})  # a dict only in mjlab
 
 
@@ -59,16 +61,29 @@ class FakeLabEnv:
         self.terminated, self.time_outs = torch.zeros(2, n, dtype=torch.bool)
         self.reward_buf = torch.zeros(n)
         self.extras, self.actions, self.noise, self.closed = {}, [], 0, False
+        self.common_step_counter, self.render_mode = 0, None
+        self.scene, self.curriculum_manager = SimpleNamespace(terrain=None), SimpleNamespace(compute=self.move_levels)
 
     def observe(self):
         self.noise += 1
         seen = torch.stack((self.episode, self.episode_length_buf), 1).float()
         return {self.names[0]: seen, self.names[1]: torch.cat((seen, torch.full_like(seen[:, :1], self.noise)), 1)}
 
+    def add_terrain(self):
+        """Five rows of terrain; who is reset moves up one."""
+        levels, origins = torch.zeros(self.num_envs, dtype=torch.long), torch.arange(5.0).view(5, 1, 1)
+        self.scene.terrain = SimpleNamespace(terrain_levels=levels, terrain_types=torch.zeros_like(levels))
+        self.scene.terrain.terrain_origins, self.scene.terrain.env_origins = origins, torch.zeros(self.num_envs, 1)
+
+    def move_levels(self, ids):
+        if (terrain := self.scene.terrain) is not None:
+            terrain.terrain_levels[ids] = (terrain.terrain_levels[ids] + 1).clamp(max=4)
+
     def reset_ids(self, ids):
+        self.curriculum_manager.compute(ids)
         self.extras["log"] = {
             "Episode_Reward/walk": self.episode_length_buf[ids].float().mean(),
-            "Curriculum/level": 2.0,
+            "Curriculum/level": float(sum(self.common_step_counter >= s for s in self.cfg.stages)),
             "Episode_Termination/time_out": int(self.time_outs[ids].sum()),  # a count, unlike the others
         }
         self.episode[ids] += 1
@@ -87,6 +102,7 @@ class FakeLabEnv:
 
     def judge(self):
         self.episode_length_buf += 1
+        self.common_step_counter += 1
         self.time_outs[:] = self.episode_length_buf >= self.max_episode_length
         at = self.max_episode_length if self.cfg.both else self.cfg.fall_at
         self.terminated[:] = self.falls & (self.episode_length_buf == at)
@@ -97,10 +113,13 @@ class FakeLabEnv:
         self.take(action)
         ids = self.judge()
         if len(ids):
-            if self.cfg.compute_final_obs:
+            if getattr(self.cfg, "compute_final_obs", False):
                 self.extras["final_obs"] = self.observe()
             self.reset_ids(ids)
         return self.observe(), self.reward_buf, self.terminated, self.time_outs, self.extras
+
+    def render(self):
+        return np.full((4, 6, 3), self.episode_length_buf[0], np.uint8)
 
     def close(self):
         ALIVE.remove(self)
@@ -128,15 +147,14 @@ class FakeMjlabEnv(FakeLabEnv):
         self.due = set()
 
     def reset(self, *, seed=None, env_ids=None, options=None):
-        if env_ids is not None:
-            self.due -= set(env_ids.tolist())
+        self.due -= set(range(self.num_envs) if env_ids is None else env_ids.tolist())
         self.extras["log"] = {}
         return super().reset(seed, env_ids)
 
     def step(self, action):
         if self.due:
             raise RuntimeError(f"environments {self.due} have ended and were not reset")
-        self.extras["log"] = {}
+        self.extras["log"] = {"Metrics/slip": torch.tensor(0.5 * self.common_step_counter)}
         self.take(action)
         ids = self.judge()
         if self.cfg.auto_reset:
@@ -144,3 +162,62 @@ class FakeMjlabEnv(FakeLabEnv):
         else:
             self.due = set(ids.tolist())
         return self.observe(), self.reward_buf, self.terminated, self.time_outs, self.extras
+
+
+# -- managers ----------------------------------------------------------------------------------------------------------
+
+
+class JointPositionAction:
+    """A term of the action manager over the joints ``ids`` of a robot, with Isaac Lab's attributes or mjlab's."""
+
+    def __init__(self, robot, mjlab, ids, scale, offset):
+        self._scale, self._offset = scale, offset
+        names = [robot.joint_names[i] for i in ids]
+        places = ("_entity", "_target_ids", "_target_names") if mjlab else ("_asset", "_joint_ids", "_joint_names")
+        for place, value in zip(places, (robot, torch.tensor(ids), names), strict=True):
+            setattr(self, place, value)
+
+
+class JointEffortAction(JointPositionAction):
+    pass
+
+
+class Actuator:
+    """An actuator model in Python: gains of each of its joints."""
+
+    def __init__(self, names, kp, kd, effort):
+        self.joint_names = names
+        self.stiffness, self.damping, self.effort_limit = (torch.tensor([x] * 4) for x in (kp, kd, effort))
+
+
+def robot(limits):
+    """An articulation with the joints a, b and c."""
+    data = SimpleNamespace(soft_joint_pos_limits=torch.tensor([limits] * 4), default_joint_pos=torch.zeros(4, 3))
+    data.default_joint_pos[:] = torch.tensor([0.25, -0.5, 0.0])
+    acts = {
+        "legs": Actuator(["c", "a"], [30.0, 10.0], [3.0, 1.0], [7.0, 5.0]),
+        "arm": Actuator(["b"], [20.0], [2.0], [6.0]),
+    }
+    return SimpleNamespace(joint_names=["a", "b", "c"], data=data, actuators=acts)
+
+
+def last_action(env):
+    """Named as both simulators' function."""
+
+
+def add_managers(env, terms, observed):
+    """Give ``env`` the managers of a manager-based one: action terms by name, and for each observation group (name,
+    function, scale, clip, history, width) of its terms."""
+    named = {name: [one[0] for one in parts] for name, parts in observed.items()}
+    fields = ("func", "scale", "clip", "history_length", "flatten_history_dim")
+    env.action_manager = SimpleNamespace(active_terms=[*terms], get_term=terms.__getitem__)
+    env.command_manager = SimpleNamespace(active_terms=["twist"])
+    env.observation_manager = SimpleNamespace(
+        active_terms=named,
+        _group_obs_term_cfgs={
+            k: [SimpleNamespace(**dict(zip(fields, (*one[1:5], True), strict=True))) for one in parts]
+            for k, parts in observed.items()
+        },
+        group_obs_term_dim={k: [((one[4] or 1) * one[5],) for one in parts] for k, parts in observed.items()},
+    )
+    return env

@@ -3,11 +3,13 @@ order time limit and reset replace parts of it, what a full reset does to ``info
 nothing is compiled. Observations are [the key of the reset, step]."""
 
 import dataclasses
+import subprocess
 import types
+from pathlib import Path
 
 import torch
 
-GIVEN = []  # actions
+GIVEN, LOADED = [], []  # actions; physics engines
 
 
 @dataclasses.dataclass
@@ -29,13 +31,16 @@ class Bare:
     action_size, dt = 3, 0.02
 
     def __init__(self, config):
-        self.config = config
+        self.config, self.gravity = config, torch.zeros(())
+
+    def render(self, state, height, width):
+        return torch.full((height, width, 3), float(state.data.qpos[1]))
 
     def observe(self, data):
         return {"state": data.clone(), "privileged_state": torch.cat((data, data[:, :1]), 1)}
 
     def reset(self, keys):
-        data = torch.stack((keys[:, 0] % 1_000_000, torch.zeros(len(keys))), 1).float()
+        data = torch.stack((keys[:, 0] % 1_000_000, torch.zeros(len(keys)) + self.gravity), 1).float()
         none = torch.zeros(len(keys))
         return State(data, self.observe(data), none, none, {"reward/steps": none}, {"speed": none})
 
@@ -59,6 +64,14 @@ class Wrapper:
 
     def __getattr__(self, name):
         return getattr(self.env, name)
+
+
+class BraxDomainRandomizationVmapWrapper(Wrapper):
+    """Each environment has a model of its own: here the number that its steps begin at."""
+
+    def __init__(self, env, draw):
+        super().__init__(env)
+        env.gravity = draw(env.gravity)
 
 
 class EpisodeWrapper(Wrapper):
@@ -122,6 +135,39 @@ def split_each(keys):
     return split(keys)
 
 
+def leaves(tree):
+    """Return the tensors of a state, or of a tuple of such, in order."""
+    parts = vars(tree).values() if isinstance(tree, State) else tree.values() if isinstance(tree, dict) else tree
+    return [tree] if isinstance(tree, torch.Tensor) else [leaf for part in parts for leaf in leaves(part)]
+
+
+def unflatten(tree, given):
+    """Return ``tree`` with the tensors of the iterator ``given``."""
+    if isinstance(tree, torch.Tensor):
+        return torch.as_tensor(next(given))
+    if isinstance(tree, State):
+        return State(**{k: unflatten(v, given) for k, v in vars(tree).items()})
+    if isinstance(tree, dict):
+        return {k: unflatten(v, given) for k, v in tree.items()}
+    return tuple(unflatten(part, given) for part in tree)
+
+
+TREE = types.SimpleNamespace(
+    leaves=leaves,
+    flatten=lambda tree: (leaves(tree), tree),
+    unflatten=lambda structure, given: unflatten(structure, iter(given)),
+    map=lambda change, one, two: unflatten(one, map(change, leaves(one), leaves(two))),
+)
+
+
+def load(name, config):
+    print("loading", name)
+    if config["impl"] == "offline":
+        raise subprocess.CalledProcessError(128, ["git", "clone"])
+    LOADED.append(config["impl"])
+    return Bare(config)
+
+
 def modules(backend="cpu"):
     """Return the modules that replace the packages, by name."""
     config = {"episode_length": 5, "impl": "warp", "noise": {"level": 1.0}}
@@ -129,20 +175,30 @@ def modules(backend="cpu"):
         "default_backend": lambda: backend,
         "jit": lambda function: function,
         "random": types.SimpleNamespace(PRNGKey=lambda seed: torch.tensor([seed, 1]), split=split),
+        "tree": TREE,
+        "numpy": types.SimpleNamespace(where=torch.where),
+        "device_put": torch.from_numpy,
         "dlpack": types.SimpleNamespace(from_dlpack=lambda tensor: tensor),
     }
     registry = types.SimpleNamespace(
-        ALL_ENVS=("Counter",),
+        ALL_ENVS=("Counter", "Plain"),
+        get_domain_randomizer=lambda name: (lambda model, keys: model + keys[:, 1] % 3) if name == "Counter" else None,
         get_default_config=lambda name: Config({**config, "noise": Config(config["noise"])}),
-        load=lambda name, config: Bare(config),
+        load=load,
     )
-    wrappers = types.SimpleNamespace(Wrapper=Wrapper, BraxAutoResetWrapper=BraxAutoResetWrapper)
+    kinds = {kind.__name__: kind for kind in (Wrapper, BraxAutoResetWrapper, BraxDomainRandomizationVmapWrapper)}
+    wrappers = types.SimpleNamespace(**kinds)
     training = types.SimpleNamespace(VmapWrapper=Wrapper, EpisodeWrapper=EpisodeWrapper)
     return {
         "jax": jax,
         "brax": {},
         "brax.envs": {},
         "brax.envs.wrappers": {"training": training},
+        "mujoco_playground._src": {},
+        "mujoco_playground._src.mjx_env": {
+            "MENAGERIE_PATH": Path("/none/menagerie"),
+            "MENAGERIE_COMMIT_SHA": "1b86ece",
+        },
         "mujoco_playground": {"registry": registry, "wrapper": wrappers},
     }
 

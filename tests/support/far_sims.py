@@ -117,6 +117,32 @@ class Walk:
             raise ValueError("not now")
 
 
+class Staged(Walk):
+    """Its stage is the number of its steps; it logs an episode's last place, and a number of every step."""
+
+    def __init__(self, num_envs, device="cpu"):
+        super().__init__(num_envs)
+        log = {"push": "sum", "success": "step", "place": "episode"}
+        self.spec = EnvSpec(**{**fields_of(self.spec), "log": log})
+        self.levels = np.zeros(num_envs, np.int64)
+
+    def progress(self):
+        return {"steps": self.count, "levels": self.levels}
+
+    def load_progress(self, progress):
+        self.count = int(progress["steps"])
+        self.levels = np.asarray(progress.get("levels", self.levels))
+
+    def step(self, action):
+        step = super().step(action)
+        return step._replace(log={**step.log, "place": step.truncated * 2.0})
+
+
+def fields_of(spec):
+    """Return the fields of a specification: a dataclass, or a tuple without torch."""
+    return spec._asdict() if hasattr(spec, "_asdict") else {name: getattr(spec, name) for name in vars(spec)}
+
+
 class WrongSettingError(Exception):
     def __init__(self, setting, value, allowed):
         super().__init__(setting, value, allowed)

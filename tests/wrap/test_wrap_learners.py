@@ -1,5 +1,7 @@
 """Stable-Baselines3 and rsl_rl through their wrappers: data, learning targets, and that they learn."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -165,6 +167,23 @@ def test_rsl_rl_adds_its_own_bootstrap_at_time_limits():
             assert extras["log"]["step/rows"] == 1
             obs, limits = step.obs["policy"], limits + int(step.truncated.sum())
     assert limits >= N
+
+
+def test_rsl_rl_sees_values_of_whole_episodes_where_these_end():
+    pytest.importorskip("rsl_rl")
+    raw = Counter(2, episode_length=3, terminate_every=0)
+    raw.spec, step = replace(raw.spec, log={"rows": "sum", "level": "episode"}), raw.step
+
+    def logging(action):
+        row = step(action)
+        level = torch.where(row.first, torch.tensor([4.0, 6.0]), 0.0)
+        return row._replace(log={"rows": row.log["rows"], "level": level})
+
+    raw.step = logging
+    wrapped = pql.wrap.rsl_rl(raw)
+    logs = [wrapped.step(torch.zeros(2, 2))[3]["log"] for _ in range(3)]
+    assert [*map(sorted, logs)] == [["step/rows"], ["step/rows"], ["episode/level", "step/rows"]]
+    assert logs[2]["episode/level"] == 5
 
 
 def test_rsl_rl_trains_and_leaves_the_environment_usable(learns):

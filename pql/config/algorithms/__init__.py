@@ -8,6 +8,7 @@ from pql.config.algorithms.actor_critics import ActorCriticConfig as ActorCritic
 from pql.config.algorithms.actor_critics import DdpgConfig, SacConfig
 from pql.config.algorithms.base import AlgoConfig
 from pql.config.algorithms.base import ReplayAlgoConfig as ReplayAlgoConfig
+from pql.config.algorithms.distill import DistillConfig
 from pql.config.algorithms.rollouts import ImpalaConfig, PpoConfig, PqnConfig, ReppoConfig
 from pql.config.algorithms.rollouts import RolloutAlgoConfig as RolloutAlgoConfig
 from pql.config.algorithms.rollouts import StochasticConfig as StochasticConfig
@@ -16,6 +17,16 @@ from pql.config.algorithms.values import DuelingConfig as DuelingConfig
 
 RECORDS: dict[str, type[AlgoConfig]] = {
     record.family: record
-    for record in (DdpgConfig, SacConfig, DqnConfig, R2d2Config, PpoConfig, ImpalaConfig, PqnConfig, ReppoConfig)
+    for record in (
+        DdpgConfig,
+        SacConfig,
+        DistillConfig,
+        DqnConfig,
+        R2d2Config,
+        PpoConfig,
+        ImpalaConfig,
+        PqnConfig,
+        ReppoConfig,
+    )
 }
 """Records of the built-in families, by name."""

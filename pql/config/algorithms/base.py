@@ -72,6 +72,11 @@ class AlgoConfig:
     encoder: EncoderConfig = group(EncoderConfig, "Convolutional encoder of each image observation.")
 
     @property
+    def policy_family(self) -> str:
+        """Return the family whose policy network this algorithm trains."""
+        return self.family
+
+    @property
     def on_policy_corrected(self) -> bool:
         """Return True if rollouts are corrected for the behaviour policy."""
         return False

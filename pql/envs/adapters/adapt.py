@@ -1,23 +1,28 @@
 """Helpers shared by the adapters of torch and JAX simulators: action rescaling and nested settings."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pql.contract.env import Box
+from pql.envs.adapters.managed import action_terms, joints_of
 from pql.errors import ConfigError, nearest
 
-LIMITS = "limits"
+LIMITS, ASYMMETRIC = "limits", "limits_asym"
+ALLOWED = f"a number above 0, a list with one for each of the {{}} actions, {LIMITS} or {ASYMMETRIC}"
+
+Bound = float | str | Sequence[float]
 
 
 class Actions:
-    """Rescales actions [N, A] from [-1, 1] to the simulator's bounds, or to +-``bound`` for unbounded dimensions.
+    """Rescales actions [N, A] from [-1, 1] to the simulator's bounds, or to ``bound`` for unbounded dimensions.
 
     Args:
         env: its ``single_action_space`` has ``low`` and ``high``: arrays, or one number for all of ``shape`` (mjlab).
-        bound: a number for all dimensions, or ``limits``: see :func:`limit_bounds`.
+        bound: +-a number for all dimensions or for each; ``limits`` or ``limits_asym``: see :func:`joint_spans`.
     Attributes:
         spec: the action specification.
         bounded: True if the simulator bounds every dimension.
@@ -25,65 +30,89 @@ class Actions:
         ConfigError: an unsupported space or bound.
     """
 
-    def __init__(self, env: Any, bound: float | str):
+    def __init__(self, env: Any, bound: Bound):
         space = env.single_action_space
-        number = isinstance(bound, (int, float)) and not isinstance(bound, bool)
-        if not (bound > 0 if number else bound == LIMITS):  # type: ignore[operator]
-            raise ConfigError("action_bound", bound, f"a number above 0, or {LIMITS}")
         if not hasattr(space, "low"):
             raise ConfigError("task", space, "a task whose actions are one array of numbers (a Box)")
         given = (torch.as_tensor(getattr(space, k), dtype=torch.float32) for k in ("low", "high"))
         low, high = (side.expand(space.shape).flatten() for side in given)
         free = ~(low.isfinite() & high.isfinite())
         self.bounded = not bool(free.any())
-        reach = limit_bounds(env) if bound == LIMITS else torch.full_like(low, float(bound))
-        self.low, self.high = torch.where(free, -reach, low), torch.where(free, reach, high)
-        self.spec = Box(len(low), tuple(self.low.tolist()), tuple(self.high.tolist()))
+        down, up = spans(env, bound, len(low))
+        self.low, self.high = torch.where(free, down, low), torch.where(free, up, high)
+        self.center: Tensor | None = None
+        if bound == ASYMMETRIC and not self.bounded:
+            self.center = torch.where(free, torch.zeros_like(low), (low + high) / 2)
+        ends = (tuple(x.tolist()) for x in (self.low, self.high, self.center) if x is not None)
+        self.spec = Box(len(low), *ends)
 
     def __call__(self, action: Tensor) -> Tensor:
         if self.low.device != action.device:
             self.low, self.high = self.low.to(action.device), self.high.to(action.device)
-        return self.low + (action.clamp(-1, 1) + 1) / 2 * (self.high - self.low)
+            self.center = None if self.center is None else self.center.to(action.device)
+        if self.center is None:
+            return self.low + (action.clamp(-1, 1) + 1) / 2 * (self.high - self.low)
+        below, above = action.clamp(-1, 0), action.clamp(0, 1)
+        return self.center + below * (self.center - self.low) + above * (self.high - self.center)
 
 
-def limit_bounds(env: Any) -> Tensor:
-    """Return the actions that move joints to their limits, [A]: distance of the further limit from the offset / scale.
+def spans(env: Any, bound: Bound, size: int) -> tuple[Tensor, Tensor]:
+    """Return the simulator's actions for -1 and for 1, [A] each, from ``action_bound``. Raises ``ConfigError``."""
+    if bound in (LIMITS, ASYMMETRIC):
+        down, up = joint_spans(env, str(bound))
+        if bound == LIMITS:
+            up = torch.maximum(down.abs(), up.abs())
+            down = -up
+        return down, up
+    each = bound if isinstance(bound, Sequence) and not isinstance(bound, str) else [bound] * size
+    if len(each) != size or any(isinstance(x, (bool, str)) or not 0 < x < math.inf for x in each):
+        near = nearest(bound, (LIMITS, ASYMMETRIC)) if isinstance(bound, str) else ""
+        raise ConfigError("action_bound", bound, ALLOWED.format(size) + near)
+    up = torch.tensor([float(x) for x in each])
+    return -up, up
 
-    Actions of 0 are then the default pose, and actions of 1 reach every position (FastSAC; arXiv 2512.01996).
+
+def joint_spans(env: Any, bound: str) -> tuple[Tensor, Tensor]:
+    """Return the actions that move joints to their lower and upper limits, [A] each: (limit - offset) / scale.
+
+    ``limits`` takes the further one for both directions (FastSAC; arXiv 2512.01996): actions of 0 are the default pose,
+    and actions of +-1 reach every position. With ``limits_asym`` -1, 0 and 1 are a limit, the pose and the other limit.
 
     Args:
         env: a manager-based environment of Isaac Lab or mjlab.
     Raises:
-        ConfigError: actions other than joint positions, or joints without limits.
+        ConfigError: actions other than joint positions; joints without limits; for ``limits_asym``, a default position
+            that is not within them.
     """
-    found = []
-    manager: Any = getattr(env, "action_manager", None)
-    for name in () if manager is None else manager.active_terms:
-        term = manager.get_term(name)
-        kind = type(term).__name__
-        owner: Any
-        if kind != "JointPositionAction":
-            raise ConfigError("action_bound", LIMITS, f"a number: the action term {name} is a {kind}")
-        owner, ids = (
-            getattr(term, a, getattr(term, b, None)) for a, b in (("_asset", "_entity"), ("_joint_ids", "_target_ids"))
-        )
-        limits = owner.data.soft_joint_pos_limits[0, ids]
-        offset, scale = (x[0] if isinstance(x := getattr(term, k), Tensor) else x for k in ("_offset", "_scale"))
-        found.append((limits - torch.as_tensor(offset, device=limits.device)[..., None]).abs().amax(-1) / scale)
+    found, names = [], []
+    for name, term in action_terms(env):
+        if (kind := type(term).__name__) != "JointPositionAction":
+            raise ConfigError("action_bound", bound, f"a number: the action term {name} is a {kind}")
+        joints = joints_of(term)
+        limits = joints.of("soft_joint_pos_limits").float()
+        offset, scale = (torch.tensor(joints.each(x), device=limits.device) for x in (term._offset, term._scale))
+        found.append((limits - offset[:, None]) / scale[:, None])
+        names += joints.names
     if not found:
-        raise ConfigError("action_bound", LIMITS, "a number: this task's actions are not joint positions")
-    reach = torch.cat(found).float().cpu()
-    if not bool((reach.isfinite() & (reach > 0)).all()):
-        raise ConfigError("action_bound", LIMITS, "a number: some joints have no limits")
-    return reach
+        raise ConfigError("action_bound", bound, "a number: this task's actions are not joint positions")
+    ends = torch.cat(found).cpu()
+    if not bool(ends.isfinite().all() and (ends.abs().amax(1) > 0).all()):
+        raise ConfigError("action_bound", bound, "a number: some joints have no limits")
+    down, up = ends.amin(1), ends.amax(1)
+    outside = [name for name, a, b in zip(names, down.tolist(), up.tolist(), strict=True) if not a < 0 < b]
+    if outside and bound == ASYMMETRIC:
+        wanted = f"{LIMITS} or a number: {outside[0]}'s pose is not within its limits"
+        raise ConfigError("action_bound", bound, wanted)
+    return down, up
 
 
-def change(config: Any, settings: Mapping[str, Any], within: str = "") -> None:
+def change(config: Any, settings: Mapping[str, Any], within: str = "", known_only: bool = False) -> None:
     """Set nested attributes of a configuration, or entries of a mapping (mjlab, Playground).
 
     Args:
         settings: by dotted names, or nested: ``{"scene.num_envs": 3}`` or ``{"scene": {"num_envs": 3}}``.
         within: the dotted name of ``config``, for errors.
+        known_only: leave out names that the configuration does not have.
     Raises:
         ConfigError: the configuration has no such name.
     """
@@ -95,10 +124,12 @@ def change(config: Any, settings: Mapping[str, Any], within: str = "") -> None:
         keyed = hasattr(owner, "keys")
         known = [k for k in (owner.keys() if keyed else dir(owner)) if not k.startswith("_")]
         if last not in known:
+            if known_only:
+                continue
             raise ConfigError(within + name, value, f"a name in the task's configuration{nearest(last, known)}")
         present = owner[last] if keyed else getattr(owner, last)
         if isinstance(value, Mapping) and (hasattr(present, "keys") or hasattr(present, "__dict__")):
-            change(present, value, f"{within}{name}.")
+            change(present, value, f"{within}{name}.", known_only)
         elif keyed:
             owner[last] = value
         else:

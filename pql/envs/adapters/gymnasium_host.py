@@ -213,7 +213,7 @@ def spec_of_copies(settings: GymnasiumSettings, num_envs: int, default: str) -> 
     try:
         limit = env.spec.max_episode_steps if env.spec else None
         mode, repeats = settings.autoreset or default, settings.deterministic
-        return _spec(env, settings.id, num_envs, (env.observation_space, env.action_space), limit, mode, repeats)
+        return _spec(env, settings.id, num_envs, limit, mode, repeats)
     finally:
         env.close()
 
@@ -240,27 +240,26 @@ def spec_of_vector(
         raise ConfigError("autoreset", autoreset, f"null or {mode}, as {name} has")
     spec = envs.spec
     limit = None if spec is None else spec.kwargs.get("max_episode_steps", spec.max_episode_steps)
-    both = (envs.single_observation_space, envs.single_action_space)
-    return _spec(envs, name, envs.num_envs, both, limit, mode, deterministic)
+    return _spec(envs, name, envs.num_envs, limit, mode, deterministic)
 
 
 def _spec(
     env: Any,
     name: str,
     num_envs: int,
-    both: tuple[spaces.Space, spaces.Space],  # of observations and actions of one copy
     limit: int | None,
     autoreset: str,
     deterministic: bool | None,
 ) -> EnvSpec:
-    rate = env.metadata.get("render_fps")
+    rate, one = env.metadata.get("render_fps"), "single_" if isinstance(env, VectorEnv) else ""
+    seen, action = (getattr(env, f"{one}{what}_space") for what in ("observation", "action"))  # of one copy
     if deterministic is None:
         deterministic = not (env.spec and env.spec.nondeterministic)
     return EnvSpec(
         name=name,
         num_envs=num_envs,
-        obs={k: ObsSpec(*part) for k, part in obs_parts(both[0]).items()},
-        action=action_spec(both[1]),
+        obs={k: ObsSpec(*part) for k, part in obs_parts(seen).items()},
+        action=action_spec(action),
         device="cpu",
         max_episode_steps=limit if limit and limit > 0 else None,
         autoreset=autoreset,

@@ -96,8 +96,11 @@ class IsaacGymVec:
         ends: dict = {"same": ("same_step", "never"), "manual": ("same_step", "on_done")}
         facts = (task.num_envs, obs, Box(task.num_actions), _device(task), self.limit)
         fixed: dict = {"single_instance": True, "deterministic": False, "stream": "default"}
+        fixed["info"] = {"random_lengths": random_lengths}
         self.spec = EnvSpec(name, *facts, *ends.get(timing, ("next_step", "always")), **fixed)
         self.ended: Any = None  # [N] bool: the simulator's reset flags of the last row, filler or not
+        if hasattr(task, "get_env_state"):
+            self.progress, self.load_progress = self._progress, self._load_progress
 
     def reset(self, seed: int | None = None) -> dict:
         """Begin new episodes, by a step with zero actions. ``seed`` seeds torch's global generator, among others."""
@@ -132,6 +135,16 @@ class IsaacGymVec:
             late = extras["terminate"] == 0
             seen = self.groups(task.reset_done()[0])
         return Step(seen, reward, raw & ~late, raw & late, raw, final, ~raw if self.timing == "same" else yes, yes, {})
+
+    def _progress(self) -> dict:
+        """Return the steps so far, and what the task's adaptive curriculum is at (the success tolerance of Kuka)."""
+        return {"control_steps": int(self.task.control_steps), **(self.task.get_env_state() or {})}
+
+    def _load_progress(self, progress: Any) -> None:
+        own = {name: value for name, value in progress.items() if name != "control_steps"}
+        self.task.control_steps = int(progress.get("control_steps", 0))
+        if own:
+            self.task.set_env_state(own)
 
     def groups(self, obs: Any) -> dict:
         """Copy observations under pql's group names. Raises ``ConfigError`` if they are not one array (Dextreme)."""

@@ -14,36 +14,44 @@ keeps a history, which would lack its latest frame. A time limit is a truncation
 simulator (FastTD3 uses 1 or 3, depending on the task).
 
 The simulator's log has means over the environments reset in a step; each counts once per reset environment. For the
-reasons of episode ends it has counts; here each is the share of episodes that it ended.
+reasons of episode ends it has counts; here each is the share of episodes that it ended. What is logged in every step
+(mjlab's ``Metrics/slip_velocity_mean``) is the mean of all environments, a number of each step.
 """
 
 import importlib
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from numbers import Real
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pql.contract.env import EnvSpec, ObsSpec
-from pql.envs.adapters.adapt import Actions, change
+from pql.envs.adapters.adapt import Actions, Bound, change
+from pql.envs.adapters.managed import managed_robot
+from pql.envs.adapters.managers import PLAIN, Course, Log, Stages, picture
+from pql.envs.adapters.quiet import quiet
 from pql.errors import ConfigError, nearest
 from pql.types import Obs, Step, chosen
 
-COUNTS = "Episode_Termination/"  # number of environments ended by each reason
+LIMITED = {"time_limit": "settings.episode_length_s"}  # the keyword that sets it
 
 
 def isaaclab(
     num_envs: int = 4096,
     device: str | torch.device = "cuda:0",
     task: str = "Isaac-Ant",
-    action_bound: float | str = 1.0,
+    action_bound: Bound = 1.0,
     final_obs: bool = False,
     settings: Mapping[str, Any] | None = None,
-    random_lengths: bool = False,
+    random_lengths: bool = True,
     cameras: bool = False,
     presets: Sequence[str] = (),
+    curriculum_scale: float = 1.0,
+    play: bool = False,
+    render_mode: str | None = None,
 ) -> "IsaacLabVec":
     """Make a registered task of ``isaaclab_tasks``.
 
@@ -51,24 +59,31 @@ def isaaclab(
         num_envs: N.
         device: device of the simulator and the tensors.
         task: its gymnasium id, with or without ``-v0``.
-        action_bound: the simulator's action for an action of 1 here, if its space has no bounds; or ``limits``: the
-            joints'.
+        action_bound: the simulator's action for an action of 1, if its space has no bounds: a number, or one for each
+            dimension; ``limits``, ``limits_asym``: as far as the joints' limits, see ``adapt.joint_spans``.
         final_obs: compute final observations, if this version can.
         settings: attributes of its configuration, by dotted name: ``{"episode_length_s": 10.0}``.
         random_lengths: start the first episodes at random points of the time limit, so that they do not end together.
         cameras: enable rendering, for camera observations.
         presets: names of configuration variants such as ``newton_mjwarp`` (3.0 only); default: the task's.
+        curriculum_scale: factor on the steps at which stages of curricula begin; below 1: earlier; infinity: never.
+        play: use the task ``...-Play``, if it is registered, with this task's time limit. Settings that it does not
+            have are left out.
+        render_mode: ``rgb_array`` makes ``render`` work.
     Raises:
         ConfigError: an unknown task, a setting that the configuration does not have, or one that this version of Isaac
             Lab does not support.
     """
     start = _start_3 if hasattr(importlib.import_module("isaaclab.app"), "launch_simulation") else _start_2
-    with ExitStack() as running:  # a failure on the way closes what was started
-        name, config = start(running, Wanted(num_envs, str(device), task, final_obs, settings, cameras, presets))
+    cameras |= render_mode is not None
+    with ExitStack() as running, quiet():  # a failure on the way closes what was started
+        name, config = start(running, Wanted(num_envs, str(device), task, final_obs, settings, cameras, presets, play))
         import gymnasium
 
-        simulator = gymnasium.make(name, cfg=config).unwrapped
-        env = IsaacLabVec(simulator, name, action_bound, random_lengths, running)
+        shown: dict[str, Any] = {} if render_mode is None else {"render_mode": render_mode}
+        simulator = gymnasium.make(name, cfg=config, **shown).unwrapped
+        course = Course(random_lengths, curriculum_scale, "-Play" in name)
+        env = IsaacLabVec(simulator, name, action_bound, course, running)
         env.app = running.pop_all()
     return env
 
@@ -83,6 +98,22 @@ class Wanted(NamedTuple):
     settings: Mapping[str, Any] | None
     cameras: bool
     presets: Sequence[str]
+    play: bool
+
+    def read(self, load: Callable[[str], Any]) -> tuple[str, Any]:
+        """Return the id and the configuration of the task, or of that for play; ``load`` reads an id's."""
+        name = registered(self.task)
+        shown, settings = play_id(name) if self.play else None, self.settings or {}
+        config = load(shown or name)
+        if shown is not None:
+            config.episode_length_s = load(name).episode_length_s  # in play, episodes may have no end
+        change(config, settings, known_only=shown is not None)
+        config.seed = 0
+        if self.final_obs:
+            if not hasattr(config, "compute_final_obs"):
+                raise ConfigError("final_obs", True, "false: this version of Isaac Lab cannot compute them")
+            config.compute_final_obs = True
+        return shown or name, config
 
 
 def _start_2(running: ExitStack, wanted: Wanted) -> tuple[str, Any]:
@@ -97,9 +128,7 @@ def _start_2(running: ExitStack, wanted: Wanted) -> tuple[str, Any]:
     import isaaclab_tasks  # noqa: F401  registers the ids
     from isaaclab_tasks.utils import parse_env_cfg
 
-    name = registered(wanted.task)
-    config = parse_env_cfg(name, device=wanted.device, num_envs=wanted.num_envs)
-    return name, adjusted(config, wanted.final_obs, wanted.settings)
+    return wanted.read(lambda name: parse_env_cfg(name, device=wanted.device, num_envs=wanted.num_envs))
 
 
 def _start_3(running: ExitStack, wanted: Wanted) -> tuple[str, Any]:
@@ -109,10 +138,12 @@ def _start_3(running: ExitStack, wanted: Wanted) -> tuple[str, Any]:
     from isaaclab_tasks.utils import load_cfg_from_registry
     from isaaclab_tasks.utils.hydra import resolve_presets
 
-    name = registered(wanted.task)
-    config = resolve_presets(load_cfg_from_registry(name, "env_cfg_entry_point"), tuple(wanted.presets))
-    config.sim.device, config.scene.num_envs = wanted.device, wanted.num_envs
-    adjusted(config, wanted.final_obs, wanted.settings)
+    def load(name: str) -> Any:
+        config = resolve_presets(load_cfg_from_registry(name, "env_cfg_entry_point"), tuple(wanted.presets))
+        config.sim.device, config.scene.num_envs = wanted.device, wanted.num_envs
+        return config
+
+    name, config = wanted.read(load)
     launch = {"device": wanted.device, "headless": True, "enable_cameras": wanted.cameras, "visualizer": None}
     running.enter_context(launch_simulation(config, {**launch, "visualizer_explicit": True}))
     return name, config
@@ -129,15 +160,12 @@ def registered(task: str) -> str:
     raise ConfigError("task", task, f"a registered task of Isaac Lab{nearest(task, gymnasium.registry)}")
 
 
-def adjusted(config: Any, final_obs: bool, settings: Mapping[str, Any] | None) -> Any:
-    """Change ``config`` in place by the user's settings, and return it."""
-    change(config, settings or {})
-    config.seed = 0
-    if final_obs:
-        if not hasattr(config, "compute_final_obs"):
-            raise ConfigError("final_obs", True, "false: this version of Isaac Lab cannot compute them")
-        config.compute_final_obs = True
-    return config
+def play_id(name: str) -> str | None:
+    """Return the id of the play configuration of a registered task, or None."""
+    import gymnasium
+
+    base, version = (name[:-3], "-v0") if name.endswith("-v0") else (name, "")
+    return found if (found := f"{base}-Play{version}") in gymnasium.registry else None
 
 
 class Managed:
@@ -148,24 +176,68 @@ class Managed:
         fields: further ones of its ``EnvSpec``.
     """
 
-    def __init__(self, env: Any, name: str, action_bound: float | str, random_lengths: bool, **fields: Any):
-        self.env, self.random_lengths = env, random_lengths
+    runtime = "isaaclab"
+
+    def __init__(self, env: Any, name: str, action_bound: Bound, course: Course, **fields: Any):
+        self.env, self.course, self.stages = env, course, Stages(env, course)
         self.finite = bool(getattr(env.cfg, "is_finite_horizon", False))
+        self.robot = managed_robot(env, self.runtime)
         self.actions = Actions(env, action_bound)
-        obs, extras = env.reset()  # the first reset shows the log's terms
-        self.log = Log(extras)
-        shapes, limit = group_specs(obs), int(env.max_episode_length)
-        fields |= {"max_episode_steps": limit, "log": self.log.terms, "deterministic": False, "stream": "default"}
+        obs, extras = env.reset()
+        self.log, shapes, limit = Log(name, env), group_specs(obs), int(env.max_episode_length)
+        self._learn_log(extras)
+        self.seen = copies(obs)  # [N, ...] as last returned
+        if self.stages.counted:
+            self.progress, self.load_progress = self.stages.progress, self.stages.load_progress
+        if "env_ids" in inspect.signature(env.reset).parameters and self.scoped(env):
+            self.reset_where = self._reset_where
+        info = {"dt": float(env.step_dt), "play": course.play, "random_lengths": course.random_lengths, **LIMITED}
+        info |= {} if self.robot is None else {"robot": self.robot}
+        fields |= {"max_episode_steps": limit, "log": self.log.kinds, "deterministic": False, "stream": "default"}
+        fields["info"] = {**info, **fields.get("info", {})}
         self.spec = EnvSpec(name, env.num_envs, shapes, self.actions.spec, torch.device(env.device), **fields)
+
+    @staticmethod
+    def scoped(env: Any) -> bool:
+        """Return True if a reset of single environments leaves the histories of the others alone."""
+        return group_with_history(env.cfg) is None
+
+    def _learn_log(self, extras: Mapping[str, Any]) -> None:
+        """Find the log's terms: those of a reset, then, from a step without actions, those of a step. The counters are
+        set back."""
+        env, names = self.env, ("common_step_counter", "_sim_step_counter")
+        counters = {name: getattr(env, name) for name in names if hasattr(env, name)}
+        self.log.add_reset(extras)
+        still = torch.zeros(env.num_envs, self.actions.spec.size, device=env.device)
+        *_, terminated, time_outs, extras = env.step(self.actions(still))
+        self.log.add_step(extras, bool((terminated | time_outs).any()))
+        for name, count in counters.items():
+            setattr(env, name, count)
 
     def reset(self, seed: int | None = None) -> Obs:
         """Reset all environments. ``seed`` seeds torch's global generator, among others."""
-        obs, extras = self.env.reset(seed=None if seed is None else seed % 2**31)
+        with quiet():
+            obs, extras = self.env.reset(seed=None if seed is None else seed % 2**31)
+            if self.stages.levels is not None:
+                obs, extras = self.stages.reset_on_levels()
         self.log.seen(extras)
-        if self.random_lengths:  # in place, because the managers hold the buffer
+        if self.course.random_lengths:  # in place, because the managers hold the buffer
             lengths = self.env.episode_length_buf
             lengths[:] = torch.randint_like(lengths, self.spec.max_episode_steps or 1)
-        return copies(obs)
+        self.seen = copies(obs)
+        return dict(self.seen)
+
+    def _reset_where(self, mask: Tensor) -> Obs:
+        """Restart the environments of ``mask`` [N] bool. Of the others, the observations stay as they were."""
+        if len(ids := mask.nonzero().flatten()):
+            obs, extras = self.env.reset(env_ids=ids)
+            self.log.seen(extras)
+            self.seen = chosen(mask, copies(obs), self.seen)
+        return dict(self.seen)
+
+    def render(self, index: int = 0, width: int | None = None, height: int | None = None) -> np.ndarray:
+        """Return an image of environment ``index``; see :func:`picture`."""
+        return picture(self.env, index, width, height)
 
     def close(self) -> None:
         self.env.close()
@@ -181,26 +253,26 @@ class IsaacLabVec(Managed):
         ConfigError: observation groups that are not flat, or final observations that would be wrong.
     """
 
-    def __init__(
-        self, env: Any, name: str, action_bound: float | str = 1.0, random_lengths: bool = False, app: Any = None
-    ):
+    def __init__(self, env: Any, name: str, action_bound: Bound = 1.0, course: Course = PLAIN, app: Any = None):
         self.app, self.computes_final = app, bool(getattr(env.cfg, "compute_final_obs", False))
         if self.computes_final and (group := group_with_history(env.cfg)):
             raise ConfigError("final_obs", True, f"false: {group} keeps a history, whose newest frame it would lack")
         final_obs = "on_done" if self.computes_final else "never"
-        super().__init__(env, name, action_bound, random_lengths, final_obs=final_obs, single_instance=True)
+        super().__init__(env, name, action_bound, course, final_obs=final_obs, single_instance=True)
 
     def step(self, action: Tensor) -> Step:
         """Step all environments with ``action`` [N, A]."""
         obs, reward, terminated, time_outs, extras = self.env.step(self.actions(action))
+        self.stages.count_step()
         terminated, truncated = ends(terminated, time_outs, self.finite)
         over, seen = terminated | truncated, copies(obs)
+        self.seen = dict(seen)
         final, final_ok = dict(seen), ~over
         if self.computes_final:
             final_ok = torch.ones_like(over)
             if "final_obs" in extras:  # updated only on rows that ended; the others are stale
                 final = chosen(over, copies(extras["final_obs"]), seen)
-        reward, yes, log = reward.float().clone(), torch.ones_like(over), self.log.rows(extras, over)
+        reward, yes, log = reward.float().clone(), torch.ones_like(over), self.log.rows(over, extras)
         return Step(seen, reward, terminated, truncated, over, final, final_ok, yes, log)
 
     def close(self) -> None:
@@ -210,30 +282,6 @@ class IsaacLabVec(Managed):
 
 
 # -- shared with mjlab, which uses the same managers -------------------------------------------------------------------
-
-
-class Log:
-    """Reader of ``extras["log"]``: means over the environments reset in a step, or (for reasons of episode ends)
-    counts, which become shares. On steps without a reset the old dict may still be present."""
-
-    def __init__(self, extras: Mapping[str, Any]):
-        self.last = extras.get("log")
-        self.terms = tuple(
-            k for k, v in (self.last or {}).items() if isinstance(v, Real) or (isinstance(v, Tensor) and v.numel() == 1)
-        )
-
-    def seen(self, extras: Mapping[str, Any]) -> None:
-        self.last = extras.get("log")
-
-    def rows(self, extras: Mapping[str, Any], over: Tensor) -> dict[str, Tensor]:
-        """Return [N] per term: its value on the rows ``over`` if the log is new, else 0."""
-        log, none = extras.get("log"), torch.zeros(len(over), device=over.device)
-        fresh, self.last = log is not self.last, log
-        if not (fresh and log):
-            return dict.fromkeys(self.terms, none)
-        found = {k: torch.as_tensor(log.get(k, 0.0), device=over.device).float() for k in self.terms}
-        shares = {k: v / over.sum() for k, v in found.items() if k.startswith(COUNTS)}
-        return {k: torch.where(over, v, none) for k, v in {**found, **shares}.items()}
 
 
 def ends(terminated: Tensor, time_outs: Tensor, finite: bool) -> tuple[Tensor, Tensor]:

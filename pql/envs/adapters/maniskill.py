@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +26,7 @@ def maniskill(
     task: str = "PickCube-v1",
     settings: Mapping[str, Any] | None = None,
     random_lengths: bool = False,
+    render_mode: str | None = None,
 ) -> "ManiSkillVec":
     """Make a registered task of ManiSkill.
 
@@ -34,6 +36,7 @@ def maniskill(
         task: its gymnasium id.
         settings: keywords of ``gymnasium.make``: ``obs_mode``, ``control_mode``, ``reward_mode``, ``render_backend``.
         random_lengths: start the first episodes at random points of the time limit, so that they do not end together.
+        render_mode: ``rgb_array`` makes ``render`` work.
     Raises:
         ConfigError: more environments than the CPU simulation supports, or no Vulkan driver.
     """
@@ -47,6 +50,7 @@ def maniskill(
     from mani_skill.vector.wrappers.gymnasium import ManiSkillVectorEnv
 
     given = {"obs_mode": "state", "sim_backend": backend(device), **(settings or {})}
+    given |= {} if render_mode is None else {"render_mode": render_mode}
     try:
         env = gymnasium.make(task, num_envs=num_envs, **given)
     except RuntimeError as error:
@@ -78,7 +82,10 @@ class ManiSkillVec:
             raise ConfigError("control_mode", env.base_env.control_mode, "a controller with bounds")
         seen, info = env.reset(seed=0)
         obs = {k: ObsSpec(tuple(v.shape[1:]), v.dtype) for k, v in self.groups(seen).items()}
-        more: dict[str, Any] = {"log": ("success",) if "success" in info else (), "deterministic": False}
+        about = {"random_lengths": random_lengths, "time_limit": "settings.max_episode_steps"}
+        if (dt := getattr(env.base_env, "control_timestep", None)) is not None:
+            about["dt"] = float(dt)
+        more: dict[str, Any] = {"log": ("success",) if "success" in info else (), "deterministic": False, "info": about}
         spaces = (obs, self.actions.spec)
         self.spec = EnvSpec(name, env.num_envs, *spaces, torch.device(device), limit, stream="default", **more)
 
@@ -87,12 +94,14 @@ class ManiSkillVec:
         if self.random_lengths and self.limit:
             steps = self.env.base_env._elapsed_steps
             steps[:] = torch.randint_like(steps, self.limit)
-        return self.groups(obs)
+        self.seen = self.groups(obs)  # [N, ...] as last returned
+        return dict(self.seen)
 
     def step(self, action: Tensor) -> Step:
         """Step all environments with ``action`` [N, A]."""
         obs, reward, terminated, truncated, info = self.env.step(self.actions(action))
         terminated, seen = terminated.clone(), self.groups(obs)
+        self.seen = dict(seen)
         truncated = truncated & ~terminated
         over, yes = terminated | truncated, torch.ones_like(terminated)
         # If an episode ended, final_info has the information on this step, and the rest is about the reset.
@@ -101,6 +110,23 @@ class ManiSkillVec:
             final, facts = chosen(over, self.groups(info["final_observation"]), seen), info["final_info"]
         log = {k: facts[k].float().clone().view(-1) for k in self.spec.log}
         return Step(seen, reward.float().clone().view(-1), terminated, truncated, over, final, yes, yes.clone(), log)
+
+    def reset_where(self, mask: Tensor) -> Obs:
+        """Restart the environments of ``mask`` [N] bool; return all observations."""
+        if not len(ids := mask.nonzero().flatten()):
+            return dict(self.seen)
+        self.seen = self.groups(self.env.reset(options={"env_idx": ids})[0])
+        return dict(self.seen)
+
+    def render(self, index: int = 0, width: int | None = None, height: int | None = None) -> np.ndarray:
+        """Return an image of environment ``index``, uint8 [H, W, 3], of the size of ``human_render_camera_configs``.
+        Raises ``ConfigError``: another size is asked for, or it was not built with ``render_mode=rgb_array``."""
+        for setting, value in (("width", width), ("height", height)):
+            if value is not None:
+                raise ConfigError(setting, value, "none: task.kwargs.settings.human_render_camera_configs has the size")
+        if (mode := getattr(self.env.base_env, "render_mode", None)) != "rgb_array":
+            raise ConfigError("render_mode", mode, "rgb_array, given when the environment is made")
+        return self.env.base_env.render()[index].cpu().numpy().astype(np.uint8)
 
     def groups(self, obs: Any) -> Obs:
         """Copy the observation to a group. Raises ``ConfigError`` if there are several."""

@@ -101,13 +101,22 @@ class Levels:
         self._success = torch.zeros(num_envs, dtype=torch.bool, device=device)
         self._cut = torch.zeros(num_envs, dtype=torch.bool, device=device)  # started late in the time limit
         self._total = torch.zeros((), dtype=torch.int64, device=device)
+        self._begin = (0.0, 0)  # level and total after a restart
         self.restart()
 
     def restart(self) -> None:
-        """Reset levels to 0 and clear the statistics."""
+        """Reset levels to 0, or to the stage of :meth:`load_progress`, and clear the statistics."""
         if self.active:
-            self.level.zero_()
-            self._total.zero_()
+            self.level.fill_(self._begin[0])
+            self._total.fill_(self._begin[1])
+
+    def progress(self) -> dict[str, float]:
+        """Return the mean level and the env steps of all environments."""
+        return {"level": float(self.level.mean()), "total": int(self._total)}
+
+    def load_progress(self, progress: Mapping[str, float]) -> None:
+        """Let :meth:`restart` begin at this stage, all environments at the same level."""
+        self._begin = (min(float(progress.get("level", 0.0)), 1.0), int(progress.get("total", 0)))
 
     def cut_short(self) -> None:
         """Mark all current episodes as shortened: their outcomes change no level."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pql.contract.env import Box, EnvSpec
+from pql.contract.env import Box, EnvSpec, LogKind
 from pql.envs.mujoco.curriculum import Curriculum, Levels
 from pql.envs.mujoco.engine import Engine, Masked, Rows, Taken
 from pql.envs.mujoco.engines import EngineOptions, choose, make_engine
@@ -37,9 +37,13 @@ class Options(EngineOptions):
 
 def describe(task: type[Task], num_envs: int, device: torch.device, options: Options) -> EnvSpec:
     """The spec of a task, without loading its model."""
-    level = ("level",) if options.curriculum else ()
-    warp, reach = choose(options.engine, device) == "warp", task.action_reach()
-    symmetry = task.symmetry()
+    warp = choose(options.engine, device) == "warp"
+    known = {"action_reach": task.action_reach(), "symmetry": task.symmetry(), "robot": task.robot_record()}
+    log: dict[str, LogKind] = {**dict.fromkeys((*task.terms, *task.metrics), "sum"), "diverged": "episode"}
+    if warp:
+        log["overflow"] = "sum"
+    if options.curriculum:
+        log["level"] = "episode"
     return EnvSpec(
         name=task.name,
         num_envs=num_envs,
@@ -49,12 +53,11 @@ def describe(task: type[Task], num_envs: int, device: torch.device, options: Opt
         max_episode_steps=options.max_episode_steps or task.time_limit,
         autoreset="same_step",
         final_obs="on_done",
-        log=(*task.terms, *task.metrics, "diverged", *(("overflow",) if warp else ()), *level),
+        log=log,
         deterministic=not (warp and device.type == "cuda"),
         info={"dt": task.dt, "frame_skip": task.frame_skip, "model": check_model(task, options.model)}
         | {"truncates_at_limit": task.expired is Task.expired}
-        | ({} if reach is None else {"action_reach": reach})
-        | ({} if symmetry is None else {"symmetry": symmetry}),
+        | {k: v for k, v in known.items() if v is not None},
     )
 
 
@@ -105,6 +108,8 @@ class MujocoVec:
         self._limit = self.spec.max_episode_steps or task.time_limit
         self._stagger = options.stagger
         self._levels = Levels(options.curriculum, num_envs, self._limit, there)
+        if self._levels.active:
+            self.progress, self.load_progress = self._levels.progress, self._levels.load_progress
         self._randomizer: Randomizer | None = None
         if wanted != Randomize():
             shape = self.spec.obs["policy"].shape

@@ -40,6 +40,7 @@ import torch
 from torch import Tensor
 
 from pql.contract.env import ObsSpec
+from pql.contract.robot import RobotRecord
 from pql.contract.symmetry import Reflection
 from pql.envs.mujoco.engine import Fields
 from pql.errors import ConfigError, nearest
@@ -160,6 +161,11 @@ class Task:
     @classmethod
     def action_reach(cls) -> tuple[float, ...] | None:
         """Actions of the original task per action of 1, for each dimension; None: ``ctrl_limit``."""
+        return None
+
+    @classmethod
+    def robot_record(cls) -> RobotRecord | None:
+        """What a program that runs a policy on the robot needs to know, see ``pql.contract.robot``; None: nothing."""
         return None
 
     @classmethod

@@ -11,15 +11,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pql.contract.robot import Numbers, RobotRecord, Term
 from pql.contract.symmetry import AXIAL, COMMAND, POLAR, Reflection, by_names, side_by_side
 from pql.envs.mujoco.engine import Fields
 from pql.envs.mujoco.isaac.measure import into, rotation
 from pql.envs.mujoco.task import HOLD, Draw, Memory, Robot, Start, Task, Verdict, add_servo
+from pql.errors import ConfigError
 from pql.types import Obs
 
 NET_FORCE = [1 << mujoco.mjtConDataField.mjCONDATA_FORCE.value, 3, 1]  # force only; net force; of all contacts
 FEEL = 1.0  # N; a body with a larger net contact force counts as touching
 TRACKED = 0.25  # m/s and rad/s; a command counts as followed where both errors are smaller
+COMMAND_SCALE = [2.0, 2.0, 0.25]  # as for the observed velocities
+LARGEST = 5.0  # of observations
 ENOUGH = 50  # steps (one second) of following without a break that count as success
 
 
@@ -54,7 +58,7 @@ Lack = tuple[Tensor, Tensor]
 
 def furthest(joint: mujoco.MjsJoint, pose: float) -> float:
     """Return the distance of a joint's further limit from ``pose``, rad."""
-    return max(abs(end - pose) for end in joint.range)
+    return max(abs(float(end) - pose) for end in joint.range)
 
 
 def ground(spec: mujoco.MjSpec, over: str) -> None:
@@ -85,6 +89,14 @@ def bones(spec: mujoco.MjSpec, radius: float) -> None:
                 body.add_geom(fromto=[0, 0, 0, *child.pos], contype=0, conaffinity=0, density=0, **shape)
 
 
+def _term(name: str, source: str, width: int, scale: Numbers) -> Term:
+    """Return a term of the robot's record. Its clip comes before the scale; observations are clamped after it."""
+    far: Numbers = [LARGEST / x for x in scale] if isinstance(scale, list) else LARGEST / scale
+    near: Numbers = [-x for x in far] if isinstance(far, list) else -far
+    parts = {"name": name, "source": source, "width": width, "scale": scale}
+    return {**parts, "clip": [near, far], "history": 0, "flatten": True}  # type: ignore[typeddict-item]
+
+
 class Velocity(Task):
     """Observations: linear and angular velocity of the base and the direction of gravity, in the base's frame; the
     command; joint positions relative to the pose, joint velocities; the last actions. All within +-5.
@@ -99,6 +111,7 @@ class Velocity(Task):
         resting: share of the commands that are zero.
         height: height of the base at the start of an episode, metres.
         spread: joints start within this share of the pose.
+        gravity: name, source, width and scale of its term in the robot's record.
         action_scale: targets are within this many times the servo's ``reach`` of the pose; ``limits``: an action of 1
             reaches the limit of the joint that is further from the pose (FastSAC; arXiv 2512.01996).
         sides, odd: see :func:`pql.contract.symmetry.by_names`.
@@ -119,6 +132,7 @@ class Velocity(Task):
     height: ClassVar[float]
     spread: ClassVar[float]
     action_scale: ClassVar[float | str] = 1.0
+    gravity: ClassVar[tuple[str, str, int, float]] = ("projected_gravity", "projected_gravity", 3, 1.0)
     sides: ClassVar[dict[str, str]]
     odd: ClassVar[tuple[str, ...]]
 
@@ -134,7 +148,7 @@ class Velocity(Task):
         low, high = robot.model.actuator_ctrlrange.T
         reaches = [joint.servo.reach for joint in self.joints.values()]
         self._reach = robot.tensor((high - low) / 2 / reaches)  # of an action of 1, in the original's units, [A]
-        self._scale = robot.tensor([2.0, 2.0, 0.25])  # scales of the commands, as for the observed velocities
+        self._scale = robot.tensor(COMMAND_SCALE)
 
     @classmethod
     def action_reach(cls) -> tuple[float, ...]:
@@ -142,6 +156,40 @@ class Velocity(Task):
             return (cls.action_scale,) * len(cls.joints)
         spec = cls.source()
         return tuple(furthest(spec.joint(name), joint.pose) / joint.servo.reach for name, joint in cls.joints.items())
+
+    @classmethod
+    def robot_record(cls) -> RobotRecord | None:
+        try:
+            spec = cls.source()
+        except ConfigError:  # the model is not installed, which whoever builds the task is told
+            return None
+        joints, servos = list(cls.joints), [joint.servo for joint in cls.joints.values()]
+        pose = [joint.pose for joint in cls.joints.values()]
+        commands = ("command", "generated_commands", 3, COMMAND_SCALE)
+        wide = ("base_lin_vel", "base_lin_vel", 3, 2.0), ("base_ang_vel", "base_ang_vel", 3, 0.25)
+        bent = ("joint_pos", "joint_pos_rel", len(joints), 1.0), ("joint_vel", "joint_vel_rel", len(joints), 0.05)
+        last = ("actions", "last_action", len(joints), 1.0)
+        return {
+            "runtime": "pql",
+            "dt": cls.dt,
+            "terms": {"policy": [_term(*one) for one in (*wide, cls.gravity, commands, *bent, last)]},
+            "commands": ["velocity"],
+            "joints": joints,
+            "default": pose,
+            "scale": [cls.reach_of(spec, name) for name in joints],
+            "kp": [servo.stiffness for servo in servos],
+            "kd": [servo.damping for servo in servos],
+            "effort": [servo.effort for servo in servos],
+            "limits": [[float(end) for end in spec.joint(name).range] for name in joints],
+            "all_joints": joints,
+            "all_default": pose,
+        }
+
+    @classmethod
+    def reach_of(cls, spec: mujoco.MjSpec, name: str) -> float:
+        """Return by how many radians an action of 1 moves a joint's target."""
+        (pose, servo), far = cls.joints[name], cls.action_scale
+        return furthest(spec.joint(name), pose) if isinstance(far, str) else far * servo.reach
 
     @classmethod
     def symmetry(cls) -> dict[str, Reflection]:
@@ -158,8 +206,7 @@ class Velocity(Task):
         for name, (pose, servo) in cls.joints.items():
             joint = spec.joint(name)
             joint.armature, joint.damping, joint.frictionloss = servo.armature, [0, 0, 0], 0
-            far = cls.action_scale
-            reach = furthest(joint, pose) if isinstance(far, str) else far * servo.reach
+            reach = cls.reach_of(spec, name)
             add_servo(spec, name, [pose - reach, pose + reach], servo.effort, servo.stiffness, servo.damping)
         for body in cls.fragile:
             of = {"objtype": mujoco.mjtObj.mjOBJ_BODY, "objname": body, "intprm": NET_FORCE}
@@ -249,4 +296,4 @@ class Velocity(Task):
         motion = self.motion(fields)
         bent, pace = fields["qpos"][:, self._q] - self.robot.ctrl_middle, fields["qvel"][:, self._v]
         parts = [2.0 * motion.linear, 0.25 * motion.angular, motion.gravity, self._scale * memory["command"]]
-        return {"policy": torch.cat([*parts, bent, 0.05 * pace, memory["action"]], 1).clamp(-5.0, 5.0)}
+        return {"policy": torch.cat([*parts, bent, 0.05 * pace, memory["action"]], 1).clamp(-LARGEST, LARGEST)}

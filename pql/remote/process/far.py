@@ -30,7 +30,7 @@ from typing import Any, Callable, Mapping, NoReturn
 LENGTHS = struct.Struct("<QQ")
 STEP, CALL, ANSWER, ERROR = b"s", b"c", b"a", b"e"
 PLAIN = b"p"  # answers STEP if no episode ended or began and no row is a filler
-OPTIONAL = ("reset_where", "state_dict", "load_state_dict", "render")
+OPTIONAL = ("reset_where", "state_dict", "load_state_dict", "render", "progress", "load_progress")
 
 
 # -- messages: both sides use these -----------------------------------------------------------------------------------
@@ -222,6 +222,13 @@ class Server:
 
     def do_load_state_dict(self, request: Mapping[str, Any], blob: bytes) -> tuple[Any, bytes]:
         self.env.load_state_dict(unpack_tree(request["state"], blob, self.speaks_torch))
+        return {}, b""
+
+    def do_progress(self, request: Mapping[str, Any], blob: bytes) -> tuple[Any, bytes]:
+        return pack_tree(self.env.progress())
+
+    def do_load_progress(self, request: Mapping[str, Any], blob: bytes) -> tuple[Any, bytes]:
+        self.env.load_progress(unpack_tree(request["progress"], blob, self.speaks_torch or "torch" in sys.modules))
         return {}, b""
 
     def do_render(self, request: Mapping[str, Any], blob: bytes) -> tuple[Any, bytes]:

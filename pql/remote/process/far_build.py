@@ -67,6 +67,8 @@ def describe_simulator(spec: Any) -> dict[str, Any]:
     info: dict[str, Any] = {k: v for k, v in given.items() if isinstance(v, (bool, int, float, str))}
     if given.get("action_reach") is not None:
         info["action_reach"] = [float(x) for x in given["action_reach"]]
+    if given.get("robot") is not None:
+        info["robot"] = given["robot"]
     return {
         "name": spec.name,
         "num_envs": int(spec.num_envs),
@@ -78,7 +80,7 @@ def describe_simulator(spec: Any) -> dict[str, Any]:
         "max_episode_steps": None if longest is None else int(longest),
         "autoreset": getattr(spec, "autoreset", "same_step"),
         "final_obs": getattr(spec, "final_obs", "on_done"),
-        "log": list(getattr(spec, "log", ())),
+        "log": dict(log) if isinstance(log := getattr(spec, "log", ()), Mapping) else list(log),
         "deterministic": bool(getattr(spec, "deterministic", True)),
         "info": info,
     }
@@ -91,7 +93,9 @@ def describe_action(action: Any) -> dict[str, Any]:
         return {"n": int(action.n), **({"start": int(start)} if start else {})}
     if hasattr(action, "nvec"):
         return {"nvec": [int(n) for n in action.nvec], **({"start": [int(n) for n in start]} if start else {})}
-    bounds = {k: getattr(action, k, None) for k in ("low", "high")}
+    bounds = {k: getattr(action, k, None) for k in ("low", "high", "center")}
+    if bounds["center"] is None:
+        del bounds["center"]
     return {"size": int(action.size), **{k: None if v is None else [float(x) for x in v] for k, v in bounds.items()}}
 
 

@@ -32,8 +32,8 @@ class ProcessVec:
     """``num_envs`` environments of a simulator in a child process. Fields of a ``Step`` are [N, ...].
 
     A ``VecEnv`` with the simulator's specification, except for ``device`` (as given here), ``groups`` (1) and
-    ``single_instance`` (False: each has its own process). ``reset_where``, ``render``, ``state_dict`` and
-    ``load_state_dict`` exist if the simulator has them.
+    ``single_instance`` (False: each has its own process). ``reset_where``, ``render``, ``state_dict``,
+    ``load_state_dict``, ``progress`` and ``load_progress`` exist if the simulator has them.
 
     Args:
         name: a built-in name, an entry point of ``pql.envs`` in the child's Python, or ``module:attribute``.
@@ -180,6 +180,13 @@ class ProcessVec:
         tree, blob = far.pack_tree(state)
         self._far.ask("load_state_dict", self._start_seconds, blob, state=tree)
 
+    def _progress(self) -> Any:
+        return far.unpack_tree(*self._far.ask("progress", self._start_seconds), as_tensors=True)
+
+    def _load_progress(self, progress: Mapping[str, Any]) -> None:
+        tree, blob = far.pack_tree(progress)
+        self._far.ask("load_progress", self._start_seconds, blob, progress=tree)
+
     def _render(self, index: int = 0, width: int | None = None, height: int | None = None) -> np.ndarray:
         image = self._far.ask("render", self._start_seconds, index=index, width=width, height=height)
         return np.asarray(far.unpack_tree(*image, as_tensors=False), np.uint8)
@@ -204,5 +211,6 @@ def read_spec(facts: Mapping[str, Any], device: torch.device) -> EnvSpec:
     """Return the specification from the output of ``far_build.describe_simulator``."""
     fixed = {k: facts[k] for k in ("name", "num_envs", "max_episode_steps", "autoreset", "final_obs", "deterministic")}
     obs = {k: ObsSpec(tuple(shape), getattr(torch, dtype), stack) for k, (shape, dtype, stack) in facts["obs"].items()}
-    more: dict[str, Any] = {"log": tuple(facts["log"]), "info": dict(facts["info"])}
+    log = dict(facts["log"]) if isinstance(facts["log"], Mapping) else tuple(facts["log"])
+    more: dict[str, Any] = {"log": log, "info": dict(facts["info"])}
     return EnvSpec(**fixed, obs=obs, action=action_of(facts["action"]), device=device, **more)

@@ -40,6 +40,10 @@ def unit_map(about: Mapping[str, Any], device: torch.device) -> Callable[[Tensor
     low, high = (torch.tensor(about.get(end, ())) for end in ("low", "high"))
     if not about["scaled"] or bool((low == -1).all() and (high == 1).all()):
         return lambda action: action
+    if about.get("center") is not None:
+        center = torch.tensor(about["center"])
+        down, up, center = (center - low).to(device), (high - center).to(device), center.to(device)
+        return lambda action: (action - center) / torch.where(action < center, down, up)
     low, half = low.to(device), ((high - low) / 2).to(device)
     return lambda action: (action - low) / half - 1
 

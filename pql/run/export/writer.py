@@ -7,6 +7,7 @@ policy takes its state as an input and returns the next one. Files are published
 import contextlib
 import copy
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,10 +31,12 @@ from pql.run.export.policy import Function, need, open_export, quiet, unit_map
 from pql.run.policy import POLICIES, Policy, policy_of
 from pql.run.store import checkpoint
 from pql.run.store.manifest import EXPORT_FORMAT
+from pql.run.store.own import started_here
 from pql.run.store.run_dir import versions
 
 FORMATS = ("pt2", "onnx")
 PARITY_ROWS, TOLERANCE = 1000, 1e-5
+GAINS = {"stiffness": "kp", "damping": "kd"}
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ class Deployed(nn.Module):
 
     low: Tensor
     spread: Tensor
+    sides: Tensor
     start: Tensor
     scale: bool
 
@@ -65,6 +69,10 @@ class Deployed(nn.Module):
             self.register_buffer("start", torch.tensor(cast(Discrete | MultiDiscrete, space).start))
         self.register_buffer("low", low)
         self.register_buffer("spread", (high - low) / 2)
+        self.centered = isinstance(space, Box) and space.center is not None
+        if isinstance(space, Box) and space.center is not None:
+            center = torch.tensor(space.center)
+            self.register_buffer("sides", torch.stack((center, center - low, high - center)))
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         obs = self.norm(dict(zip(self.groups, inputs, strict=False)))
@@ -72,7 +80,10 @@ class Deployed(nn.Module):
         action, state = self.net.mean_action(obs, state) if self.states else (self.net.mean_action(obs), {})  # type: ignore[operator]
         if self.box:
             action = action.clamp(-1, 1)
-        if self.box and self.scale:
+        if self.box and self.scale and self.centered:
+            center, down, up = self.sides.unbind(0)
+            action = center + action.clamp(max=0) * down + action.clamp(min=0) * up
+        elif self.box and self.scale:
             action = self.low + (action + 1) * self.spread
         if self.shifted:
             action = action + self.start
@@ -99,7 +110,8 @@ def export_policy(
     """
     _check_formats(formats)
     tensors, manifest, source = checkpoint.find(expanded("run", path), POLICIES)
-    policy = policy_of(tensors, manifest, "cpu", trust)
+    own = started_here(checkpoint.home(source), from_dict(manifest["config"]))
+    policy = policy_of(tensors, manifest, "cpu", trust or own)
     folder = expanded("out", out) if out is not None else checkpoint.home(source) / "export"
     if out is None and not trust:
         check_links(folder.parent, folder.name)
@@ -154,6 +166,7 @@ def export_metadata(policy: Policy, manifest: Mapping[str, Any], source: Path, s
     if isinstance(spec.action, Box):
         low, high = spec.action.bounds
         about = {"kind": "box", "size": spec.action.size, "low": low, "high": high, "scaled": scale}
+        about |= {} if spec.action.center is None else {"center": spec.action.center}
         action = _tensor("action", (spec.action.size,), "torch.float32")
     else:
         about = _of_discrete(spec.action, scale)
@@ -161,7 +174,7 @@ def export_metadata(policy: Policy, manifest: Mapping[str, Any], source: Path, s
     after = [_tensor(f"next_state.{k}", s, "torch.float32") for k, s in policy.state_shapes.items()]
     return {
         "format": "pql-policy",
-        "format_version": 1 if about.get("start", 0) == 0 else EXPORT_FORMAT,
+        "format_version": EXPORT_FORMAT if "center" in about else 1 if about.get("start", 0) == 0 else 2,
         "algorithm": config.algo.name,
         "family": config.algo.family,
         "task": {k: v for k, v in to_dict(config.task).items() if k in ("name", "id", "game", "model", "kwargs")},
@@ -190,6 +203,36 @@ def _tensor(name: str, shape: Sequence[int], dtype: str) -> dict[str, Any]:
     return {"name": name, "shape": ["batch", *shape], "dtype": dtype.removeprefix("torch.")}
 
 
+def mjlab_entries(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Return the entries that mjlab's exporter adds to an ONNX file, for a policy of one of its tasks that move joints
+    by position targets. Numbers have full precision (there: three decimals)."""
+    robot = metadata["spec"].get("robot", {})
+    if robot.get("runtime") != "mjlab" or "joints" not in robot:
+        return {}
+    order = [robot["joints"].index(name) for name in robot["all_joints"] if name in robot["joints"]]
+    terms = robot["terms"]["policy"]
+    gains = {f"joint_{name}": [robot[k][i] for i in order] for name, k in GAINS.items() if k in robot}
+    lists = {
+        "joint_names": robot["all_joints"],
+        **gains,
+        "default_joint_pos": robot["all_default"],
+        "command_names": robot["commands"],
+        "observation_names": [term["name"] for term in terms],
+        "observation_terms_scale": [term["scale"] for term in terms],
+        "observation_terms_clip": [term["clip"] or [-math.inf, math.inf] for term in terms],
+        "observation_terms_history_length": [term["history"] for term in terms],
+        "observation_terms_flatten_history_dim": [term["flatten"] for term in terms],
+        "action_scale": robot["scale"],
+    }
+    return {"run_path": metadata["checkpoint"], **{k: ",".join(map(_entry, v)) for k, v in lists.items()}}
+
+
+def _entry(value: Any) -> str:
+    if isinstance(value, list):
+        return ";".join(map(_entry, value))
+    return value if isinstance(value, str) else repr(float(value))
+
+
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
@@ -212,7 +255,7 @@ def _write(model: Deployed, metadata: dict[str, Any], folder: Path, formats: Seq
                 program, dynamo=True, external_data=False, verbose=False, input_names=ins, output_names=outs
             )
             assert onnx is not None
-            onnx.model.metadata_props["pql"] = text
+            onnx.model.metadata_props.update(pql=text, **mjlab_entries(metadata))
             for value in (*onnx.model.graph.inputs, *onnx.model.graph.outputs):
                 value.shape = onnx_shape(value.shape)
             onnx.save(folder / "policy.onnx")

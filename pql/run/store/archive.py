@@ -1,10 +1,11 @@
 """Files of a run: policies, resume points and replay, and a record of failed writes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pql.config import Config
+from pql.contract.optional import stage_of
 from pql.contract.spec_json import spec_to_dict
 from pql.data import transitions
 from pql.engine.deadlines import start_limit
@@ -81,7 +82,8 @@ class Archive:
 
     def copy_policy(self, parts: Parts, path: Path, then: Callable[[], None]) -> None:
         """Write the current policy to ``path`` in the background, and call ``then`` in the thread that wrote it."""
-        self._save(path, "policy", self._policy_state(parts), parts, {"counters": {}, "ranks": self.ranks.size}, True)
+        facts = {"counters": stage_of(parts.env), "ranks": self.ranks.size}
+        self._save(path, "policy", self._policy_state(parts), parts, facts, True)
         self.saver.do(path.name, then)
 
     def save_replay(self, parts: Parts) -> None:
@@ -133,9 +135,12 @@ class Archive:
         return {**state, "norm": {k: state["norm"][k] for k in needed}}
 
     def _save(self, path: Path, kind: str, state: Any, parts: Parts, facts: dict[str, Any], background: bool) -> None:
-        spec = spec_to_dict(parts.env.spec)
         write = self.saver.later if background else self.saver.now
-        write(path, state, {"kind": kind, **config_entries(self.config), "spec": spec, **facts})
+        write(path, state, self.manifest(kind, parts, facts))
+
+    def manifest(self, kind: str, parts: Parts, facts: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the manifest of a checkpoint of ``kind``, with the entries ``facts``."""
+        return {"kind": kind, **config_entries(self.config), "spec": spec_to_dict(parts.env.spec), **facts}
 
     # -- a deleted directory --------------------------------------------------------------------------------------
 

@@ -36,7 +36,11 @@ from pql.types import Rows
 
 TENSORS, MANIFEST = "tensors.safetensors", "manifest.json"
 TRIES = 5  # reads of a checkpoint that is being replaced
-LATER = ("quarantine", "final_obs")  # entries that checkpoints of older releases lack: they keep their initial values
+LATER = (
+    "quarantine",
+    "final_obs",
+    "progress",
+)  # entries that checkpoints of older releases lack: they keep their initial values
 
 
 class CorruptCheckpointError(ConfigError):

@@ -13,10 +13,11 @@ from pql import __version__
 from pql.config import Config, fingerprint, from_dict, leaves, to_dict
 from pql.config.families import record_of
 from pql.config.files import check_tree, parse_json, walk
+from pql.contract.robot import robot_fault
 from pql.errors import UNSEEN, ConfigError, printable
 
 FORMAT = 2  # in format 1, replays and priorities were saved in full, including unused rows
-EXPORT_FORMAT = 2  # in format 1, discrete actions began at 0
+EXPORT_FORMAT = 3  # in format 1, discrete actions began at 0; in format 2, an action of 0 was the bounds' middle
 DTYPES = ("float32", "float64", "float16", "bfloat16", "uint8", "int8", "int16", "int32", "int64", "bool")
 LARGEST = 2**31 - 1  # of an axis, a number of actions, a time limit
 COUNT = 2**62
@@ -168,9 +169,14 @@ def check_spec_dict(spec: Any) -> None:
     for name in ("action_low", "action_high"):
         if (bounds := spec.get(name)) is not None:
             check_bounds(f"spec.{name}", bounds, count)
+    _check_center("spec.action_", spec, count)
     _check_start("spec.action_start", spec.get("action_start", 0), many)
     limit = spec.get("max_episode_steps", 0)
     _need(limit is None or _whole(limit, 1), "spec.max_episode_steps", "null or a whole number from 1 on")
+    if "robot" in spec:
+        size = action if isinstance(action, int) else None
+        if fault := robot_fault(spec["robot"], size, {k: group["shape"] for k, group in groups.items()}):
+            raise ValueError(f"spec.{fault}")
 
 
 def check_export(data: Any) -> None:
@@ -215,6 +221,16 @@ def _check_action(about: Mapping[str, Any]) -> None:
     _check_start("action.start", about.get("start", 0), many if about["kind"] == "multi_discrete" else None)
     for name in ("low", "high") if about["kind"] == "box" else ():
         check_bounds(f"action.{name}", about.get(name), about["size"])
+    _check_center("action.", about, about["size"])
+
+
+def _check_center(prefix: str, facts: Mapping[str, Any], count: int) -> None:
+    """Validate the simulator's actions for 0, which are between the bounds of ``count`` actions."""
+    low, high, center = (facts.get(prefix.partition(".")[2] + k) for k in ("low", "high", "center"))
+    if center is not None:
+        check_bounds(f"{prefix}center", center, count)
+        inside = low is not None and high is not None and all(map(lambda a, b, c: a < b < c, low, center, high))
+        _need(inside, f"{prefix}center", "between low and high")
 
 
 def _check_start(name: str, start: Any, many: Sequence[int] | None) -> None:

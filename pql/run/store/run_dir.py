@@ -26,6 +26,7 @@ from pql.engine.world import world
 from pql.errors import ConfigError, PqlWarning, writing
 from pql.run.store.claim import Claim, claim, claim_new
 from pql.run.store.manifest import check_settings
+from pql.run.store.own import started_here
 
 PACKAGES = ("pql-rl", "torch", "numpy", "safetensors", "mujoco", "gymnasium")
 
@@ -101,7 +102,7 @@ def command(verb: str, run: object, config: Config, words: Sequence[str] = ()) -
         alone = here.size == here.local_size  # several machines: their addresses are the user's
         options = f"--standalone --nproc-per-node {here.size}" if alone else "..."
         launcher = f"torchrun {options} -m pql.cli.main"
-    trust = ["--trust"] if names_foreign_code(config) else []
+    trust = ["--trust"] if names_foreign_code(config) and not started_here(Path(str(run)), config) else []
     return " ".join([launcher, verb, shlex.quote(str(run)), *words, *trust])
 
 

@@ -51,6 +51,7 @@ class Anymal(Velocity):
     base = "base"
     fragile = ("base", *(f"{leg}_THIGH" for leg in LEGS))
     fastest = (2.0, 1.0, 1.0)
+    gravity = ("gravity_with_base", "gravity_with_base", 3, 1.0)
     sides, odd = {"LF": "RF", "LH": "RH"}, ("HAA",)
     height = 0.62
     spread = 0.5
