@@ -142,6 +142,8 @@ def check_facts(facts: Any) -> dict[str, Any]:
             raise ProtocolError(f"specification: {name} is missing or wrong")
     if not _are_numbers(facts["info"].get("action_reach"), facts["action"].get("size")):
         raise ProtocolError("specification: info is missing or wrong")
+    if not isinstance(facts["info"].get("symmetry", {}), Mapping):
+        raise ProtocolError("specification: symmetry is no mapping")
     if "robot" in facts["info"]:
         shapes = {k: shape for k, (shape, _, _) in facts["obs"].items()}
         if fault := robot_fault(facts["info"]["robot"], facts["action"].get("size"), shapes):

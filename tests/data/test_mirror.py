@@ -1,5 +1,6 @@
 """Reflections: of names and vectors, of a simulator's step, of batches, and in runs."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,9 @@ from pql.engine.flat import Flat
 from pql.engine.optim import AdamW
 from pql.errors import ConfigError
 from pql.nets.distributions import DiagGaussian
+from pql.remote.process.far_build import describe_simulator
+from pql.remote.process.near import read_spec
+from pql.remote.protocol import ProtocolError, check_facts
 from pql.types import Batch
 
 CPU = torch.device("cpu")
@@ -47,6 +51,7 @@ def test_maps_by_names_and_of_vectors():
     ("symmetry", "message"),
     [
         ({}, "algo.symmetry.augment=half: expected off: robot declares no symmetry of 'policy'"),
+        ({"policy": POLAR, "action": 3}, "symmetry of action=3: expected 2 indices"),
         ({"policy": POLAR}, "declares no symmetry of 'action'"),
         ({"policy": SCALAR, "action": ((1, 0), (1, 1))}, "symmetry of policy"),
         ({"policy": POLAR, "action": ((1, 0), (1, -1))}, "2 indices and 2 signs that give the identity when applied"),
@@ -55,6 +60,16 @@ def test_maps_by_names_and_of_vectors():
 def test_a_symmetry_that_is_missing_or_wrong_is_refused(symmetry, message):
     with pytest.raises(ConfigError, match=message):
         Mirror(spec_of(symmetry), "half", ["policy"], CPU)
+
+
+def test_a_symmetry_crosses_the_border_of_a_process():
+    spec = spec_of({"policy": POLAR, "action": ((1, 0), (-1, -1))})
+    facts = json.loads(json.dumps(describe_simulator(spec)))
+    there = Mirror(read_spec(facts, CPU), "half", ["policy"], CPU)
+    x = torch.arange(6.0).view(2, 3)
+    assert there.reflected("policy", x).equal(x * torch.tensor([1.0, -1.0, 1.0]))
+    with pytest.raises(ProtocolError, match="symmetry is no mapping"):
+        check_facts({**facts, "info": {"symmetry": [1]}})
 
 
 ROBOTS = {  # largest error of a coordinate: left and right of the models differ a little (humanoid: a knee's spring)

@@ -1,6 +1,7 @@
 """The robot's record: what adapters read from managers, what our own tasks say, where it travels, what refuses it."""
 
 import copy
+import dataclasses
 import json
 import sys
 import types
@@ -16,7 +17,9 @@ from pql.cli.main import main
 from pql.contract.conformance import protocol_fault
 from pql.contract.robot import robot_fault
 from pql.contract.spec_json import spec_from_dict, spec_to_dict
+from pql.contract.symmetry import of_robot
 from pql.envs.adapters.isaaclab import IsaacLabVec
+from pql.envs.adapters.managed import with_symmetry
 from pql.envs.adapters.mjlab import MjlabVec
 from pql.envs.mujoco import TASKS
 from pql.errors import ConfigError, PqlWarning
@@ -295,3 +298,52 @@ def test_a_model_that_is_not_installed_leaves_the_record_out(monkeypatch):
 
     monkeypatch.setattr("pql.envs.mujoco.unitree.model_file", missing)
     assert "robot" not in TASKS["go1_velocity"].describe(1).info
+
+
+ABC = {  # of joints a, b and c: a and c are a pair, b changes its sign
+    "joints": ["c", "a", "b"],
+    "all_joints": ["a", "b", "c"],
+    "terms": {
+        "policy": [
+            {"name": "joint_pos", "source": "joint_pos_rel", "width": 3, "history": 2, "flatten": True},
+            {"name": "twist", "source": "generated_commands", "width": 3, "history": 0, "flatten": True},
+            {"name": "actions", "source": "last_action", "width": 3, "history": 0, "flatten": True},
+        ],
+        "critic": [{"name": "feet", "source": "contact", "width": 2, "history": 0, "flatten": True}],
+    },
+}
+
+
+def test_the_symmetry_of_a_record_follows_its_terms():
+    sides = {"sides": {"a": "c"}, "odd": ["b"]}
+    with pytest.warns(PqlWarning, match="group 'critic' has no symmetry without mirror.terms for feet"):
+        found = of_robot(ABC, **sides)
+    assert found == {
+        "action": ((1, 0, 2), (1, 1, -1)),
+        "policy": (
+            (2, 1, 0, 5, 4, 3, 6, 7, 8, 10, 9, 11),
+            (1, -1, 1, 1, -1, 1, 1, -1, -1, 1, 1, -1),
+        ),
+    }
+    assert of_robot(ABC, **sides, terms={"feet": [[1, 0], [1, 1]]})["critic"] == ((1, 0), (1, 1))
+    assert of_robot(ABC, **sides, terms={"feet": "same"})["critic"] == ((0, 1), (1, 1))
+    for terms, message in (
+        ({"feet": "polr"}, "mirror.terms.feet=polr: expected polar, axial, .* .did you mean polar"),
+        ({"feet": "polar"}, "symmetry of feet"),
+        ({"fet": "same"}, "mirror.terms=fet: expected one of .* .did you mean feet"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            of_robot(ABC, **sides, terms=terms)
+
+
+@pytest.mark.parametrize("make", [IsaacLabVec, MjlabVec])
+def test_adapters_declare_the_symmetry_they_are_told(make):
+    env = make(managed(make is MjlabVec), "Fake")
+    told = with_symmetry(env, {"sides": {"a": "c"}, "odd": ["b"], "terms": {"last": "same", "clock": "same"}})
+    assert told.spec.info["symmetry"] == {"action": ((1, 0, 2), (1, 1, -1)), "policy": ((0, 1), (1, 1))}
+    assert with_symmetry(env, None) is env
+    with pytest.raises(ConfigError, match="mirror=side: expected keywords sides, odd, terms"):
+        with_symmetry(env, {"side": {}})
+    env.spec = dataclasses.replace(env.spec, info={})
+    with pytest.raises(ConfigError, match="for a task of a robot with managers"):
+        with_symmetry(env, {"sides": {}})

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from pql.contract.env import EnvSpec, ObsSpec
 from pql.envs.adapters.adapt import Actions, Bound, change
-from pql.envs.adapters.managed import managed_robot
+from pql.envs.adapters.managed import managed_robot, with_symmetry
 from pql.envs.adapters.managers import PLAIN, Course, Log, Stages, picture
 from pql.envs.adapters.quiet import quiet
 from pql.errors import ConfigError, nearest
@@ -52,6 +52,7 @@ def isaaclab(
     curriculum_scale: float = 1.0,
     play: bool = False,
     render_mode: str | None = None,
+    mirror: Mapping[str, Any] | None = None,
 ) -> "IsaacLabVec":
     """Make a registered task of ``isaaclab_tasks``.
 
@@ -70,6 +71,8 @@ def isaaclab(
         play: use the task ``...-Play``, if it is registered, with this task's time limit. Settings that it does not
             have are left out.
         render_mode: ``rgb_array`` makes ``render`` work.
+        mirror: which joints are on which side, for ``algo.symmetry``: ``{"sides": {"FL": "FR"}, "odd": ["hip"]}``, see
+            ``pql.contract.symmetry.of_robot``.
     Raises:
         ConfigError: an unknown task, a setting that the configuration does not have, or one that this version of Isaac
             Lab does not support.
@@ -83,7 +86,7 @@ def isaaclab(
         shown: dict[str, Any] = {} if render_mode is None else {"render_mode": render_mode}
         simulator = gymnasium.make(name, cfg=config, **shown).unwrapped
         course = Course(random_lengths, curriculum_scale, "-Play" in name)
-        env = IsaacLabVec(simulator, name, action_bound, course, running)
+        env = with_symmetry(IsaacLabVec(simulator, name, action_bound, course, running), mirror)
         env.app = running.pop_all()
     return env
 

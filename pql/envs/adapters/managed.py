@@ -6,14 +6,18 @@ have tensors.
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from pql.contract.robot import RobotRecord, Term
-from pql.errors import PqlWarning
+from pql.contract.symmetry import of_robot
+from pql.errors import ConfigError, PqlWarning, nearest
+
+E = TypeVar("E", bound=Any)
 
 
 class Joints(NamedTuple):
@@ -76,6 +80,26 @@ def managed_robot(env: Any, runtime: str) -> RobotRecord | None:
         told = f"this version of {runtime} has other managers, so exports lack the robot's record"
         warnings.warn(f"{told} ({type(error).__name__}: {error})", PqlWarning, stacklevel=3)
         return None
+
+
+def with_symmetry(env: E, mirror: Mapping[str, Any] | None) -> E:
+    """Declare the symmetry of a robot in an environment's specification.
+
+    Args:
+        mirror: keywords of ``pql.contract.symmetry.of_robot``; None: none is declared.
+    Raises:
+        ConfigError: unknown keywords, an environment without a robot's record, or as ``of_robot``.
+    """
+    if mirror is None:
+        return env
+    for key in mirror:
+        if key not in (known := ("sides", "odd", "terms")):
+            raise ConfigError("mirror", key, f"keywords {', '.join(known)}{nearest(key, known)}")
+    if "robot" not in env.spec.info or "sides" not in mirror:
+        raise ConfigError("mirror", dict(mirror), "sides, {left: right}, for a task of a robot with managers")
+    found = of_robot(env.spec.info["robot"], **mirror)
+    env.spec = replace(env.spec, info={**env.spec.info, "symmetry": found})
+    return env
 
 
 def _read(env: Any, runtime: str) -> RobotRecord:

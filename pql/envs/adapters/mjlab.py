@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pql.envs.adapters.adapt import Bound, change
 from pql.envs.adapters.isaaclab import Managed, copies, ends
+from pql.envs.adapters.managed import with_symmetry
 from pql.envs.adapters.managers import PLAIN, Course
 from pql.envs.adapters.quiet import quiet
 from pql.errors import VERBOSE, ConfigError, nearest
@@ -33,6 +34,7 @@ def mjlab(
     curriculum_scale: float = 1.0,
     play: bool = False,
     render_mode: str | None = None,
+    mirror: Mapping[str, Any] | None = None,
 ) -> "MjlabVec":
     """Make a registered task of mjlab.
 
@@ -48,6 +50,8 @@ def mjlab(
         play: use the task's configuration for play, with the time limit of the one for training. Settings that it does
             not have are left out.
         render_mode: ``rgb_array`` makes ``render`` work.
+        mirror: which joints are on which side, for ``algo.symmetry``: ``{"sides": {"FL": "FR"}, "odd": ["hip"]}``, see
+            ``pql.contract.symmetry.of_robot``.
     Raises:
         ConfigError: no such task, or a setting that its configuration does not have.
     """
@@ -65,7 +69,8 @@ def mjlab(
         change(config, {"scene.num_envs": num_envs, "seed": 0, "auto_reset": False})
         change(config, settings or {}, known_only=play)
         env = ManagerBasedRlEnv(config, device=str(device), render_mode=render_mode)
-        return MjlabVec(env, task, action_bound, Course(random_lengths, curriculum_scale, play))
+        made = MjlabVec(env, task, action_bound, Course(random_lengths, curriculum_scale, play))
+        return with_symmetry(made, mirror)
 
 
 class MjlabVec(Managed):

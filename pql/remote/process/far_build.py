@@ -69,6 +69,9 @@ def describe_simulator(spec: Any) -> dict[str, Any]:
         info["action_reach"] = [float(x) for x in given["action_reach"]]
     if given.get("robot") is not None:
         info["robot"] = given["robot"]
+    if given.get("symmetry") is not None:
+        found = given["symmetry"].items()
+        info["symmetry"] = {k: [[int(i) for i in index], [float(s) for s in sign]] for k, (index, sign) in found}
     return {
         "name": spec.name,
         "num_envs": int(spec.num_envs),
