@@ -113,11 +113,14 @@ class Controller:
             positions: [A] rad, the joints' positions now, from which ``limits.rate`` counts; None: the first target is
                 free.
         """
+        known = self.default if positions is None else vector(positions)
+        if known.shape != self.default.shape or not np.isfinite(known).all():
+            raise ValueError(f"positions={positions}: expected {len(self.default)} finite numbers, one for each joint")
         entries = self.metadata["inputs"]
         self._inputs = {i["name"]: np.zeros((1, *i["shape"][1:]), i["dtype"]) for i in entries}
         self._frames: dict[tuple[str, str], np.ndarray] = {}
         self._action = np.zeros_like(self.default)
-        self._target = self.default.copy() if positions is None else vector(positions)
+        self._target = known.copy()
         self._free, self._started, self._damped, self._fresh = positions is None, False, False, self._clock()
         if self._log:
             self._log.cut()
@@ -139,14 +142,15 @@ class Controller:
         stamp = now if stamp is None else stamp
         given = None if terms is None else check_terms(terms, self.terms)
         whole = given is not None and all(np.isfinite(x).all() for x in given.values())
-        if whole:
-            self._fresh = max(self._fresh, stamp)
         if given is None or not whole or self._damped or now - stamp > self.limits.hold_after:
             return self._wait(now)
         obs = {k: self._group(k, given) for k in self._groups}
+        before = dict(self._inputs)
         raw = self._policy(obs)
-        if not np.isfinite(raw).all():
+        if not all(np.isfinite(x).all() for x in (raw, *self._state())):
+            self._inputs = before
             return self._wait(now)
+        self._fresh = max(self._fresh, stamp)
         wanted = self.default + self.scale * raw
         wanted = wanted if self._clip is None else np.clip(wanted, *self._clip)  # as in the simulator
         target = self._limited(wanted)
@@ -155,6 +159,9 @@ class Controller:
         if self._log:
             self._log.add(obs, self._action, reward, (now, target))
         return JointCommand(target, self.kp, self.kd, RUN, self._action)
+
+    def _state(self) -> list[np.ndarray]:
+        return [x for k, x in self._inputs.items() if k.startswith("state.")]
 
     def _policy(self, obs: Mapping[str, np.ndarray]) -> np.ndarray:
         for k, x in obs.items():
@@ -331,6 +338,8 @@ class Log:
     """Transitions, written as a safetensors file of the layout that ``replay.prefill`` reads (``docs/replay.md``)."""
 
     def __init__(self, path: str, unit: Callable[[np.ndarray], np.ndarray]):
+        if not os.path.isdir(os.path.dirname(os.path.abspath(path))):
+            raise ValueError(f"log={path}: expected a file in a folder that exists")
         self.path, self._unit = path, unit
         self._last: dict[str, Any] | None = None
         self._rows: list[dict[str, Any]] = []

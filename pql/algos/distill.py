@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from pql.algos.builders import check_continuous, make_normalizer, make_ring, replay_learner, ring_rows
+from pql.algos.builders import check_continuous, make_normalizer, make_ring, replay_learner, ring_rows, stored_obs
 from pql.algos.critics import loss_share
 from pql.algos.off_policy import make_augment
 from pql.algos.registry import Family, Setup, Wiring
@@ -99,12 +99,13 @@ def check_distill(config: Config[DistillConfig], spec: EnvSpec, counts: Counts, 
     return ring_rows(config, spec, counts, device)
 
 
-def check_teacher(policy: Any, spec: EnvSpec, path: str) -> Teacher:
-    """Return a loaded policy as a function of observations.
+def check_teacher(policy: Any, config: Config[DistillConfig], spec: EnvSpec) -> Teacher:
+    """Return a loaded policy as a function of observations as the replay stores them.
 
     Raises:
         ConfigError: it has a memory, other actions, or reads a group that the task lacks or has in another shape.
     """
+    path, stored = config.algo.teacher, stored_obs(config, spec)
     if policy.state_shapes:
         raise ConfigError("algo.teacher", path, "a policy without memory")
     if policy.spec.action.shape != spec.action.shape:
@@ -115,6 +116,9 @@ def check_teacher(policy: Any, spec: EnvSpec, path: str) -> Teacher:
             raise ConfigError(
                 "algo.teacher", path, f"a policy of this task's groups: {group!r} is {have} here, not {wanted}"
             )
+        if tuple(stored[group].shape) != tuple(wanted):
+            whole = f"null: the teacher reads whole images, {group!r} of {list(wanted)}"
+            raise ConfigError("algo.encoder.size", config.algo.encoder.size, whole)
 
     def teacher(obs: Obs) -> Tensor:
         return cast(Tensor, policy.act({k: obs[k] for k in policy.groups}, {})[0])
@@ -127,7 +131,11 @@ def wire_distill(setup: Setup[DistillConfig]) -> Wiring:
     config, spec, algo, device = setup.config, setup.spec, setup.config.algo, setup.devices["v"]
     if algo.teacher is None:
         raise ConfigError("algo.teacher", None, "a run directory, a checkpoint or an export")
-    teacher = check_teacher(setup.load(algo.teacher, device), spec, algo.teacher)
+    try:
+        loaded = setup.load(algo.teacher, device)
+    except ConfigError as error:
+        raise ConfigError("algo.teacher", algo.teacher, error.allowed) from error
+    teacher = check_teacher(loaded, config, spec)
     net = seeded(partial(gaussian_policy, config, spec), setup.init_seed)
     norm, ring = make_normalizer(setup), make_ring(setup, "v", obs_only=True)
     noise = Exploration(algo.explore, spec.num_envs, cast(Box, spec.action).size, spec.device)

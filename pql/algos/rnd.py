@@ -75,7 +75,7 @@ class Novelty(State):
         share = mask / mask.sum().clamp(min=1)
         loss = (error.square() * share).sum()
         if self.errors is not None:
-            self.errors.update(error.detach(), mask > 0, self.group)
+            self.errors.update(error.detach().flatten(), (mask > 0).flatten(), self.group)
         self.optimizer.minimize(loss, mask=mask)
         self.count.count += 1
         return {"loss/rnd": loss.detach()}

@@ -246,7 +246,7 @@ def check_known(record: type[AlgoConfig], name: str, value: Any, preset: str) ->
 
 
 RESUMABLE = ("budget", "eval", "logger", "checkpoint")
-RESUMABLE_TOO = ("replay.save",)
+RESUMABLE_TOO = ("replay.save", "replay.demos", "algo.teacher")
 """Groups and settings that may be overridden when a run is resumed."""
 
 

@@ -101,7 +101,9 @@ class ReplayConfig:
         high=1,
         when="demos",
     )
-    demo_steps: int = setting(1_000_000, "Env steps of that change.", low=1, high=10**12, when="demo_share_end")
+    demo_steps: int = setting(
+        1_000_000, "Env steps of that change.", low=1, high=10**12, when="demo_share_end", ranks="floor"
+    )
     save: bool = setting(False, "Write the replay to replay.safetensors in the run directory when a run ends.")
 
 

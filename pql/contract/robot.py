@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 Numbers = float | list[float]
+INF = float("inf")
 
 
 class Term(TypedDict, total=False):
@@ -61,7 +62,13 @@ def robot_fault(robot: Any, size: int | None, obs: Mapping[str, Sequence[int]]) 
     for name in TEXTS:
         if not _all(robot.get(name, []), lambda x: isinstance(x, str)):
             return f"robot.{name} is not a list of names"
+    for name in (*PER_JOINT, "all_default"):
+        values = robot.get(name)
+        if isinstance(values, list) and any(_number(x) and abs(x) == INF for x in values):
+            return f"robot.{name} is not finite"
     joints = robot.get("joints")
+    if joints is not None and (len({*joints}) < len(joints) or 0 in (robot.get("scale") or [])):
+        return "robot.joints has a name twice, or robot.scale a zero"
     if joints is not None and len(joints) != size:
         return f"robot.joints has {len(joints)} names for {size} actions"
     for name in LISTS:

@@ -56,7 +56,7 @@ def check_reflection(name: str, value: Any, size: int) -> Reflection:
         ConfigError: it is not one of ``size`` elements, or not its own inverse.
     """
     try:
-        index, sign = (tuple(part) for part in value)
+        index, sign = tuple(map(int, value[0])), tuple(map(float, value[1]))
         fits = len(index) == len(sign) == size and sorted(index) == [*range(size)] and {*map(abs, sign)} <= {1}
         fits = fits and all(index[j] == i and sign[i] == sign[j] for i, j in enumerate(index))
     except (TypeError, ValueError):

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from pql.contract.env import EnvSpec
+from pql.contract.env import Box, EnvSpec
 from pql.contract.symmetry import check_reflection
 from pql.errors import ConfigError
 from pql.types import AnyBatch, Obs, interleaved, selected
@@ -31,11 +31,13 @@ class Mirror:
             if name not in declared:
                 what = f"off: {spec.name} declares no symmetry of {name!r} (EnvSpec.info)"
                 raise ConfigError("algo.symmetry.augment", augment, what)
+        if not isinstance(spec.action, Box):
+            raise ConfigError("algo.symmetry.augment", augment, f"off: the actions of {spec.name} are not continuous")
         shapes = {**{k: s.shape for k, s in spec.obs.items()}, "action": spec.action.shape}
         self.device = device
         self.double, self.maps = augment == "double", dict[str, tuple[Tensor, Tensor]]()
-        for name, value in declared.items():
-            index, sign = check_reflection(name, value, shapes[name][-1])
+        for name in declared.keys() & shapes.keys():
+            index, sign = check_reflection(name, declared[name], shapes[name][-1])
             self.maps[name] = torch.tensor(index, device=device), torch.tensor(sign, device=device)
 
     def reflected(self, name: str, x: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ from pql.run.store.run_dir import holds_run
 
 VARIABLE = "PQL_SETTINGS"
 """Environment variable with settings: words of the command line, the last to be applied."""
-OWN = ("algo", "settings", "action_bound", "final_obs", "class_name", "rnd_cfg", "symmetry_cfg")
+OWN = ("algo", "settings", "action_bound", "final_obs", "class_name", "rnd_cfg")
 SAME = {"gamma": "algo.gamma"}  # settings of rsl_rl's algorithms that mean the same here
 LOGGED = ("value/", "policy/", "grad_norm/", "replay/", "throughput/updates_per_s")
 """Metrics that the runner logs beside the losses, as ``Pql/NAME``."""
@@ -95,7 +95,7 @@ class LabLearner:
         algorithm = cfg["algorithm"]
         algorithm.setdefault("rnd_cfg", None)  # rsl_rl's loop and log look it up
         if algorithm["rnd_cfg"]:
-            raise ConfigError("algorithm.rnd_cfg", "given", "null: pql has no intrinsic reward")
+            raise ConfigError("algorithm.rnd_cfg", "given", "null: the setting algo.rnd.weight has its place")
         bound, final = (algorithm.get(k) or "auto" for k in ("action_bound", "final_obs"))
         described = Described(env, obs, cfg.get("obs_groups"), bound, final)
         words, idle = words_of_cfg({**cfg, "seed": of_first(cfg.get("seed"))})

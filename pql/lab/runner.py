@@ -20,7 +20,7 @@ DEFAULTS = {"num_steps_per_env": 24, "save_interval": 50}
 def learner_cfg(train_cfg: Mapping[str, Any]) -> dict[str, Any]:
     """Return a runner's configuration whose algorithm is pql's, with its settings from the top level."""
     own = {k: train_cfg[k] for k in ALGORITHM if k in train_cfg}
-    algorithm = {**train_cfg.get("algorithm", {}), **own, "class_name": "pql.lab:Learner", "rnd_cfg": None}
+    algorithm = {**train_cfg.get("algorithm", {}), **own, "class_name": "pql.lab:Learner"}
     return {**DEFAULTS, **{k: v for k, v in train_cfg.items() if k not in ALGORITHM}, "algorithm": algorithm}
 
 

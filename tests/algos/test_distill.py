@@ -167,6 +167,31 @@ def test_teachers_that_do_not_fit_are_refused(monkeypatch, given, message):
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("replay.prefill=x", "null: a student learns where it acts itself"),
+        ("algo.policy.average=0.01", "null: the student itself is evaluated"),
+        ("algo.normalize_reward=true", "false: rewards are not read"),
+    ],
+)
+def test_settings_without_effect_are_refused(word, message):
+    with pytest.raises(ConfigError, match=message):
+        config(word)
+
+
+def test_a_teacher_of_whole_images_cannot_read_reduced_ones(monkeypatch):
+    shapes = {"policy": ObsSpec((2,)), "picture": ObsSpec((1, 16, 16), torch.uint8)}
+    monkeypatch.setattr(build, "load_policy", lambda path, device: teacher(("policy", "picture"), obs=shapes))
+    with pytest.raises(ConfigError, match=r"algo\.encoder\.size=8: expected null: the teacher reads whole images"):
+        start(config("algo.encoder.size=8", "algo.policy.obs=[past]"))
+
+
+def test_a_teacher_that_is_not_there_is_named():
+    with pytest.raises(ConfigError, match=r"algo\.teacher=there: expected a run directory"):
+        start(config())
+
+
 def test_a_teacher_is_needed():
     with pytest.raises(ConfigError, match=r"algo\.teacher=null: expected a run directory"):
         start(compose(["task=pendulum", "num_envs=4", "device=cpu", "algo=distill"]))

@@ -74,6 +74,13 @@ def test_a_run_logs_it_and_a_resumed_one_is_the_same(algo):
         one.close_envs()
 
 
+def test_with_memory_bonuses_are_of_whole_sequences():
+    parts = go_on(built("algo.rnd.weight=1", "algo.lstm=8", algo="ppo"), 2)
+    assert int(novelty_of(parts).errors.count) == 2 * 2 * 8 * 16  # ticks, epochs, environments, steps
+    assert parts.drain()["loss/rnd"] > 0
+    parts.close_envs()
+
+
 def test_unknown_groups_are_refused():
     with pytest.raises(ConfigError, match=r"algo\.rnd\.obs=polcy: expected groups of vectors .*policy .did you mean"):
         built("algo.rnd.weight=1", "algo.rnd.obs=[polcy]")

@@ -5,6 +5,7 @@ import torch
 from conftest import bits, differences, go_on, start, ticks
 from safetensors.torch import save_file
 
+from pql.cli.main import main
 from pql.config.compose import compose
 from pql.errors import ConfigError
 
@@ -110,11 +111,21 @@ def test_observation_statistics_count_them(demos):
     parts.close_envs()
 
 
+def test_a_moved_file_is_given_to_a_resumed_run(demos, tmp_path):
+    small = ["task=pendulum", "num_envs=4", "device=cpu", "placement.executor=inline", "algo=pql2", "eval.final=false"]
+    small += ["algo.batch_size=16", "algo.warmup_steps=4", "budget.seconds=null", f"run_dir={tmp_path / 'run'}"]
+    assert main(["train", *small, f"replay.demos={demos}", "budget.env_steps=100"]) == 0
+    moved = demos.rename(tmp_path / "moved.safetensors")
+    assert main(["resume", str(tmp_path / "run"), "budget.env_steps=200", "--trust"]) == 2
+    assert main(["resume", str(tmp_path / "run"), "budget.env_steps=200", f"replay.demos={moved}"]) == 0
+
+
 @pytest.mark.parametrize(
     ("algo", "words", "message"),
     [
         ("ppo", ["replay.demos=x"], "replay.demos=x: expected null: for off-policy actor-critics .* not algo=ppo"),
         ("pql2", ["replay.demo_share=0.2"], "replay.demo_share"),
+        ("pql2", ["replay.demos=x", "replay.demo_share_end=0", "replay.prefill=y"], "replay.prefill=y: expected null"),
         ("pql2", ["replay.demos=x", "replay.demo_share=1.5"], "replay.demo_share=1.5: expected"),
     ],
 )

@@ -52,6 +52,7 @@ def test_maps_by_names_and_of_vectors():
     [
         ({}, "algo.symmetry.augment=half: expected off: robot declares no symmetry of 'policy'"),
         ({"policy": POLAR, "action": 3}, "symmetry of action=3: expected 2 indices"),
+        ({"policy": POLAR, "action": ((1, 0), None)}, "symmetry of action"),
         ({"policy": POLAR}, "declares no symmetry of 'action'"),
         ({"policy": SCALAR, "action": ((1, 0), (1, 1))}, "symmetry of policy"),
         ({"policy": POLAR, "action": ((1, 0), (1, -1))}, "2 indices and 2 signs that give the identity when applied"),

@@ -142,6 +142,28 @@ def test_late_or_broken_measurements_hold_and_then_damp_until_a_reset():
     assert one.act(terms(0.0)).state == HOLD  # a policy's action that is not finite
 
 
+def test_a_policy_that_is_not_finite_is_held_and_then_damped():
+    one, session, clock = controller([1.0, 1.0], limits=Limits(hold_after=0.3, damp_after=0.3))
+    assert one.act(terms(0.0)).state == RUN
+    session.actions = [[np.nan, 0.0]] * 4
+    states = []
+    for _ in range(4):
+        clock.now += 0.1
+        states.append(one.act(terms(0.0)).state)  # measurements go on
+    assert states == [HOLD, HOLD, HOLD, DAMP] or states == [HOLD, HOLD, DAMP, DAMP]  # 0.3 s, rounded
+
+
+@pytest.mark.parametrize("positions", [[np.nan, 0.0], [0.0, 0.0, 0.0]])
+def test_wrong_positions_are_refused(positions):
+    with pytest.raises(ValueError, match="expected 2 finite numbers, one for each joint"):
+        controller()[0].reset(positions)
+
+
+def test_a_log_needs_its_folder(tmp_path):
+    with pytest.raises(ValueError, match="expected a file in a folder that exists"):
+        controller(log=str(tmp_path / "none" / "x.safetensors"))
+
+
 def test_the_loop_keeps_its_rate_and_damps_whatever_ends_it(monkeypatch):
     one, _, clock = controller()
     slept, written = [], []

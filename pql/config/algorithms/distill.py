@@ -42,6 +42,12 @@ class DistillConfig(ReplayAlgoConfig):
     def check(self, config: "Config") -> None:
         super().check(config)
         refuse_p_learner(config, "the V-learner trains the student (placement.v_learner)")
+        if config.replay.prefill is not None:
+            raise ConfigError("replay.prefill", config.replay.prefill, "null: a student learns where it acts itself")
+        if self.policy.average is not None:
+            raise ConfigError("algo.policy.average", self.policy.average, "null: the student itself is evaluated")
+        if self.normalize_reward:
+            raise ConfigError("algo.normalize_reward", True, "false: rewards are not read")
         if self.policy.encoder == "critic":
             raise ConfigError("algo.policy.encoder", "critic", "own: there is no critic")
         if self.explore.kind == "scaled":
