@@ -100,9 +100,9 @@ def test_mjlab_logs_its_own_numbers_and_evaluates_at_the_stage_in_play(tmp_path,
 
 @pytest.mark.slow
 def test_mjlab_restarts_draws_and_continues_its_stage():
-    env = ProcessVec(
-        "mjlab", 4, python=interpreter("mjlab"), kwargs={"render_mode": "rgb_array", "random_lengths": False}
-    )
+    short = {"episode_length_s": 2.0}  # 100 steps: not every robot falls
+    kwargs = {"render_mode": "rgb_array", "random_lengths": False, "settings": short}
+    env = ProcessVec("mjlab", 4, python=interpreter("mjlab"), kwargs=kwargs)
     try:
         env.reset(0)
         before = env.step(torch.zeros(4, 12)).obs["policy"]
