@@ -9,7 +9,7 @@ from pql.config import Config, from_dict, leaves
 from pql.config.compose import RESUMABLE, RESUMABLE_TOO, merge_layers, parse_words
 from pql.config.layers import Layer
 from pql.config.schema import nested
-from pql.config.trust import PYTHON, check_files, check_links, check_networks, check_task, names_code
+from pql.config.trust import FILES, PYTHON, check_files, check_links, check_networks, check_task, names_code
 from pql.errors import ConfigError, PqlWarning, show
 from pql.run.store.own import started_here
 from pql.run.store.run_dir import run_settings
@@ -38,6 +38,8 @@ def resume_config(run_dir: Path, overrides: Sequence[str], trust: bool = False) 
     saved = dict(leaves(from_dict(data)))
     config = merge_layers([Layer("run", data), Layer("command line", nested(values))], values)
     for name, value in leaves(config):
+        if name in FILES and (value is None) != (saved[name] is None):
+            raise ConfigError(name, value, f"{show(saved[name])} or the path of the same file")
         moved = name == PYTHON and None not in (value, saved[name])
         if names_code(name) and value != saved[name] and not moved:
             raise ConfigError(name, value, f"{show(saved[name])}, as the run has it")

@@ -174,7 +174,7 @@ def test_robots_that_are_there_and_the_command_for_others(monkeypatch, tmp_path)
         ("pql resume ", []),  # a path
         ("pql resume runs/x algo", []),
         ("pql resume runs/x bud", ["budget."]),
-        ("pql resume runs/x replay.", ["replay.save="]),
+        ("pql resume runs/x replay.", ["replay.demos=", "replay.save="]),
         ("pql eval runs/x s", ["seed="]),
         ("pql eval runs/x ep", ["episodes=", "epsilon="]),
         ("pql play runs/x w", ["width="]),

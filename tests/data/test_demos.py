@@ -117,6 +117,7 @@ def test_a_moved_file_is_given_to_a_resumed_run(demos, tmp_path):
     assert main(["train", *small, f"replay.demos={demos}", "budget.env_steps=100"]) == 0
     moved = demos.rename(tmp_path / "moved.safetensors")
     assert main(["resume", str(tmp_path / "run"), "budget.env_steps=200", "--trust"]) == 2
+    assert main(["resume", str(tmp_path / "run"), "budget.env_steps=200", "replay.demos=null"]) == 2
     assert main(["resume", str(tmp_path / "run"), "budget.env_steps=200", f"replay.demos={moved}"]) == 0
 
 
