@@ -20,7 +20,7 @@ RUN, HOLD, DAMP = "run", "hold", "damp"
 
 
 class Limits(NamedTuple):
-    """What commands are held to.
+    """Limits on commands.
 
     Attributes:
         rate: fastest change of a target, rad/s, for all joints or for each; None: free.

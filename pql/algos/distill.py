@@ -4,7 +4,6 @@ DAgger (Ross et al. 2011) with a replay: the student acts, and its learner regre
 at observations of the replay. The teacher may read groups that the student lacks; its labels are computed when drawn.
 """
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,16 +15,14 @@ from torch import Generator, Tensor, nn
 
 from pql.algos.builders import check_continuous, make_normalizer, make_ring, replay_learner, ring_rows, stored_obs
 from pql.algos.critics import loss_share
-from pql.algos.off_policy import make_augment
+from pql.algos.off_policy import learner_copy, make_augment, make_noisy_actor, mean_action
 from pql.algos.registry import Family, Setup, Wiring
 from pql.algos.sac import gaussian_policy
 from pql.algos.value import value_counts
-from pql.collect.actors import NoisyActor
 from pql.collect.collector import Collector
-from pql.collect.exploration import Exploration
 from pql.config import Config
 from pql.config.algorithms.distill import DistillConfig
-from pql.contract.env import Box, EnvSpec
+from pql.contract.env import EnvSpec
 from pql.data.augment import Augment
 from pql.data.normalize import Normalizer
 from pql.data.replay import Cursor, Replay
@@ -35,7 +32,7 @@ from pql.engine.schedule import Counts
 from pql.engine.worker import State
 from pql.errors import ConfigError
 from pql.nets.encoders import groups_of
-from pql.nets.mlp import Reads, seeded
+from pql.nets.mlp import seeded
 from pql.types import Metrics, Obs, split
 
 Teacher = Callable[[Obs], Tensor]
@@ -61,7 +58,7 @@ class StudentState(State):
 
 def distill_update(state: StudentState, batch: Lesson, settings: DistillConfig, gen: Generator) -> Metrics:
     """Take one step on the distance between the student's mean action and the teacher's. Mutates ``state`` only."""
-    action = state.policy.module.mean_action(batch.obs)  # type: ignore[operator]
+    action = mean_action(state.policy.module, batch.obs)
     distance = F.mse_loss if settings.loss == "mse" else F.huber_loss
     share = loss_share(batch.mask, batch.weight)
     loss = (share * distance(action, batch.action, reduction="none").mean(-1)).sum()
@@ -138,13 +135,9 @@ def wire_distill(setup: Setup[DistillConfig]) -> Wiring:
     teacher = check_teacher(loaded, config, spec)
     net = seeded(partial(gaussian_policy, config, spec), setup.init_seed)
     norm, ring = make_normalizer(setup), make_ring(setup, "v", obs_only=True)
-    noise = Exploration(algo.explore, spec.num_envs, cast(Box, spec.action).size, spec.device)
-    actor = NoisyActor(copy.deepcopy(net).to(spec.device), student_action, noise, spec)
+    actor = make_noisy_actor(student_action, config, spec, net)
     collector = Collector(setup.env, actor, norm, [ring], setup.generator("collector"), setup.execution)
-    net = net.to(device)
-    if isinstance(net, Reads):
-        net.amp = algo.amp
-    flat = Flat(net, trained=True)
+    flat = Flat(learner_copy(net, algo, device), trained=True)
     optimizer = make_adamw(flat, algo.policy)
     optimizer.schedule = make_lr_schedule(algo)
     draw = LessonDraw(algo, ring, Cursor(ring.num_envs, device), norm.copy_to(device), make_augment(setup), teacher)
@@ -157,7 +150,7 @@ def wire_distill(setup: Setup[DistillConfig]) -> Wiring:
 
 def student_action(policy: nn.Module, obs: Obs, noise: Any) -> Tensor:
     """Return the student's mean action [N, A]."""
-    return cast(Tensor, policy.mean_action(obs))  # type: ignore[operator]
+    return mean_action(policy, obs)
 
 
 FAMILY = Family(DistillConfig, value_counts, check_distill, wire_distill, gaussian_policy)

@@ -31,6 +31,7 @@ from pql.collect.exploration import Exploration
 from pql.collect.prefill import demonstrations, observe_recorded
 from pql.config import Config
 from pql.config.algorithms import ActorCriticConfig
+from pql.config.algorithms.distill import DistillConfig
 from pql.config.files import expanded
 from pql.contract.env import Box, EnvSpec
 from pql.data.augment import Augment
@@ -135,7 +136,7 @@ def wire_off_policy(kind: OffPolicy[A], setup: Setup[A]) -> Wiring:
     if devices["p"] != devices["v"]:
         replays.append(make_ring(setup, "p", obs_only=True))
     demos = make_demos(setup, replays, normalizer)
-    actor = make_noisy_actor(kind, config, spec, nets[0])
+    actor = make_noisy_actor(kind.act, config, spec, nets[0])
     collector = Collector(setup.env, actor, normalizer, replays, setup.generator("collector"), setup.execution)
     v = make_value_learner(kind, setup, *nets, normalizer, Drawn(replays[0], demos[0]))
     p = make_policy_learner(kind, setup, *nets, normalizer, Drawn(replays[-1], demos[-1]))
@@ -232,9 +233,7 @@ class PolicyDraw:
 
     def reflected(self, batch: AnyBatch, count: int, gen: Generator) -> AnyBatch:
         """Reflect rows of ``count`` normalised batches, [count * B, ...], as ``algo.symmetry`` says."""
-        if self.mirror is None or self.algo.symmetry.augment == "off":
-            return batch
-        return self.mirror.rows(batch, count, gen)
+        return batch if self.mirror is None else self.mirror.rows(batch, count, gen)
 
 
 class ValueDraw(PolicyDraw):
@@ -261,7 +260,7 @@ def make_augment(setup: Setup[Any]) -> Augment:
     return Augment(images, encoder.shift, encoder.jitter)
 
 
-def learner_copy(net: Net, algo: ActorCriticConfig, device: torch.device) -> Net:
+def learner_copy(net: Net, algo: ActorCriticConfig | DistillConfig, device: torch.device) -> Net:
     """Return a learner's copy of a network, which computes in the learners' precision."""
     net = copy.deepcopy(net).to(device)
     if isinstance(net, Reads):
@@ -287,7 +286,7 @@ def probe_critic(network: nn.Module, obs: Obs, action: Tensor, atoms: int | None
     return [("forward(obs, action)", network(obs, action), shape)]
 
 
-def make_noisy_actor(kind: OffPolicy[A], config: Config[A], spec: EnvSpec, policy: nn.Module) -> NoisyActor:
-    """Create the collector's actor: a copy of the policy with exploration noise."""
+def make_noisy_actor(act: ActFunction, config: Config[Any], spec: EnvSpec, policy: nn.Module) -> NoisyActor:
+    """Create the collector's actor: a copy of the policy with exploration noise on ``act``."""
     noise = Exploration(config.algo.explore, spec.num_envs, cast(Box, spec.action).size, spec.device)
-    return NoisyActor(copy.deepcopy(policy).to(spec.device), kind.act, noise, spec)
+    return NoisyActor(copy.deepcopy(policy).to(spec.device), act, noise, spec)

@@ -123,14 +123,14 @@ def draw_ppo(state: PpoState, segment: Segment, settings: PpoConfig, gen: Genera
     columns = {**rows, "first": segment.first, **start} if memory else {k: v.flatten(0, 1) for k, v in rows.items()}
     dim = 1 if memory else 0
     for i, part in enumerate(minibatches(columns, settings.epochs, settings.minibatches, dim, gen)):
-        obs, rest = grouped(part if state.mirror is None else mirrored(state.mirror, part, settings, gen))
+        obs, rest = grouped(part if state.mirror is None else mirrored(state.mirror, part, gen))
         yield Minibatch(obs=obs, explained=explained, fresh=i == 0, lag=lag, **rest)
 
 
-def mirrored(mirror: Mirror, part: dict[str, Tensor], settings: PpoConfig, gen: Generator) -> dict[str, Tensor]:
+def mirrored(mirror: Mirror, part: dict[str, Tensor], gen: Generator) -> dict[str, Tensor]:
     """Reflect rows of a minibatch's columns, [B, ...] each, as ``algo.symmetry`` says. A reflected action keeps the
     probability of the original (rsl_rl)."""
-    if settings.symmetry.augment == "off":
+    if mirror.augment == "off":
         return part
     turned = {k: mirror.reflected(k.removeprefix("obs/"), v) for k, v in part.items() if k.startswith("obs/")}
     turned |= {"action": mirror.reflected("action", part["action"]), "params": mirror.params(part["params"])}

@@ -19,7 +19,7 @@ from pql.data.normalize import EPSILON, Moments
 from pql.data.rollout import Segment
 from pql.engine.collectives import ALONE, Group
 from pql.engine.flat import Flat
-from pql.engine.optim import AdamW
+from pql.engine.optim import AdamW, LrSchedule
 from pql.engine.worker import State, Update
 from pql.errors import ConfigError, nearest
 from pql.nets.mlp import Layers, mlp, seeded
@@ -35,14 +35,14 @@ class Novelty(State):
     Attributes:
         groups: observation groups that they read, [B, D] each.
         errors: statistics of |f - g|, by whose standard deviation bonuses are divided; None: they are not.
-        count: 0-dim, updates so far.
+        schedule: factor on the weight by steps of ``optimizer``.
     """
 
     predictor: Flat
     target: Flat
     optimizer: AdamW
     errors: Moments | None
-    count: Moments  # only its ``count`` is used: a number that is saved
+    schedule: LrSchedule
     groups: tuple[str, ...]
     settings: RndConfig
     group: Group = ALONE
@@ -61,13 +61,10 @@ class Novelty(State):
     @torch.no_grad()
     def bonus(self, obs: Obs) -> Tensor:
         """Return bonuses [...] of observations [..., D]."""
-        error, weight = self.error(obs), self.settings.weight
+        error = self.error(obs)
         if self.errors is not None:
             error = error * (self.errors.variance() + EPSILON).rsqrt().float()
-        if self.settings.final != 1:
-            done = (self.count.count / self.settings.updates).clamp(max=1).float()
-            return error * (weight * (1 + (self.settings.final - 1) * done))
-        return error * weight
+        return error * (self.settings.weight * self.schedule(self.optimizer.count))
 
     def train(self, obs: Obs, mask: Tensor) -> Metrics:
         """Take one step of g on the rows of ``mask`` [B]."""
@@ -77,7 +74,6 @@ class Novelty(State):
         if self.errors is not None:
             self.errors.update(error.detach().flatten(), (mask > 0).flatten(), self.group)
         self.optimizer.minimize(loss, mask=mask)
-        self.count.count += 1
         return {"loss/rnd": loss.detach()}
 
 
@@ -104,7 +100,7 @@ def make_novelty(setup: Setup[Any], device: torch.device) -> Novelty | None:
         target=Flat(nets[1]),
         optimizer=AdamW(predictor, settings.lr),
         errors=Moments((), device) if settings.normalize else None,
-        count=Moments((), device),
+        schedule=LrSchedule("linear", settings.updates, settings.final),
         groups=groups,
         settings=settings,
     )

@@ -11,15 +11,12 @@ from pql.contract.symmetry import check_reflection
 from pql.errors import ConfigError
 from pql.types import AnyBatch, Obs, interleaved, selected
 
-Reflection = tuple[tuple[int, ...], tuple[float, ...]]
-"""Index and sign: element i of the reflection is ``sign[i] * x[index[i]]``."""
-
 
 class Mirror:
     """Reflects batches of an environment.
 
     Args:
-        augment: ``half``: every row with probability 1/2; ``double``: the reflected rows are added.
+        augment: ``half``: every row with probability 1/2; ``double``: the reflected rows are added; ``off``: none.
         read: observation groups that networks read.
     Raises:
         ConfigError: the task does not declare a symmetry of these groups and of actions.
@@ -34,8 +31,8 @@ class Mirror:
         if not isinstance(spec.action, Box):
             raise ConfigError("algo.symmetry.augment", augment, f"off: the actions of {spec.name} are not continuous")
         shapes = {**{k: s.shape for k, s in spec.obs.items()}, "action": spec.action.shape}
-        self.device = device
-        self.double, self.maps = augment == "double", dict[str, tuple[Tensor, Tensor]]()
+        self.augment, self.device = augment, device
+        self.maps: dict[str, tuple[Tensor, Tensor]] = {}
         for name in declared.keys() & shapes.keys():
             index, sign = check_reflection(name, declared[name], shapes[name][-1])
             self.maps[name] = torch.tensor(index, device=device), torch.tensor(sign, device=device)
@@ -59,6 +56,8 @@ class Mirror:
     def rows(self, batch: AnyBatch, count: int, gen: Generator) -> AnyBatch:
         """Return ``count`` batches of B rows, one after the other, [count * B, ...], some of them reflected; or
         ``count`` of 2 B rows, the second half of each reflected."""
+        if self.augment == "off":
+            return batch
         fields = batch._asdict()
         turned: dict[str, Any] = {k: self.obs(fields[k]) for k in ("obs", "next_obs") if k in fields}
         if "action" in fields:
@@ -67,7 +66,7 @@ class Mirror:
 
     def mixed(self, fields: dict[str, Any], turned: dict[str, Any], count: int, gen: Generator) -> dict[str, Any]:
         """Return ``fields`` [count * B, ...] with the reflected ones, ``turned``, as :meth:`rows` does."""
-        if self.double:
+        if self.augment == "double":
             return interleaved([fields, {**fields, **turned}], count)
         rows = len(next(v for v in fields.values() if isinstance(v, Tensor)))
         which = torch.rand(rows, generator=gen, device=self.device) < 0.5

@@ -1,4 +1,4 @@
-"""What an environment with rsl_rl's interface is, as pql's ``EnvSpec``, and its steps as pql's rows."""
+"""Specification and steps of an environment with rsl_rl's interface, as pql's ``EnvSpec`` and ``Step``."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

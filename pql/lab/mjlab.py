@@ -18,7 +18,7 @@ SUFFIX = "-Pql"
 
 @dataclass
 class PqlRunnerCfg(RslRlBaseRunnerCfg):
-    """What a command may set as ``--agent.NAME``, beside what all runners of mjlab have."""
+    """Options ``--agent.NAME`` in addition to those of all runners of mjlab."""
 
     algo: str = "pql2"
     """Algorithm: a name of ``pql train algo=``."""

@@ -19,8 +19,8 @@ from pql.contract.robot import robot_fault
 from pql.contract.spec_json import spec_from_dict, spec_to_dict
 from pql.contract.symmetry import of_robot
 from pql.envs.adapters.isaaclab import IsaacLabVec
-from pql.envs.adapters.managed import with_symmetry
 from pql.envs.adapters.mjlab import MjlabVec
+from pql.envs.adapters.robot import with_symmetry
 from pql.envs.mujoco import TASKS
 from pql.errors import ConfigError, PqlWarning
 from pql.remote import protocol

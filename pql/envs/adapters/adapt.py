@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pql.contract.env import Box
-from pql.envs.adapters.managed import action_terms, joints_of
+from pql.envs.adapters.robot import action_terms, joints_of
 from pql.errors import ConfigError, nearest
 
 LIMITS, ASYMMETRIC = "limits", "limits_asym"

@@ -30,9 +30,9 @@ from torch import Tensor
 
 from pql.contract.env import EnvSpec, ObsSpec
 from pql.envs.adapters.adapt import Actions, Bound, change
-from pql.envs.adapters.managed import managed_robot, with_symmetry
 from pql.envs.adapters.managers import PLAIN, Course, Log, Stages, picture
 from pql.envs.adapters.quiet import quiet
+from pql.envs.adapters.robot import managed_robot, with_symmetry
 from pql.errors import ConfigError, nearest
 from pql.types import Obs, Step, chosen
 

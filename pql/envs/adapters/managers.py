@@ -16,7 +16,7 @@ COUNTS = "Episode_Termination/"  # number of environments ended by each reason
 
 
 class Course(NamedTuple):
-    """How episodes begin, beyond the simulator's configuration.
+    """Settings of episodes that are not in the simulator's configuration.
 
     Attributes:
         random_lengths: the first ones start at random points of the time limit.

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from pql.envs.adapters.adapt import Bound, change
 from pql.envs.adapters.isaaclab import Managed, copies, ends
-from pql.envs.adapters.managed import with_symmetry
 from pql.envs.adapters.managers import PLAIN, Course
 from pql.envs.adapters.quiet import quiet
+from pql.envs.adapters.robot import with_symmetry
 from pql.errors import VERBOSE, ConfigError, nearest
 from pql.types import Step, chosen
 

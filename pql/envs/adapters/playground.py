@@ -160,7 +160,7 @@ class PlaygroundVec:
 
 
 class Wanted(NamedTuple):
-    """What :func:`load` loads.
+    """Arguments of :func:`load`.
 
     Attributes:
         settings: changes of the task's configuration.

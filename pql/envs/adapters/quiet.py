@@ -1,4 +1,4 @@
-"""What simulators print: kept from the console unless it asks for it (``--verbose``)."""
+"""Output of simulators, hidden from the console without ``--verbose``."""
 
 import io
 import os

@@ -165,7 +165,7 @@ class Task:
 
     @classmethod
     def robot_record(cls) -> RobotRecord | None:
-        """What a program that runs a policy on the robot needs to know, see ``pql.contract.robot``; None: nothing."""
+        """Return the robot's record (``pql.contract.robot``), or None if there is none."""
         return None
 
     @classmethod
