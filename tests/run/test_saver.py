@@ -261,7 +261,7 @@ def test_a_point_that_failed_on_the_way_is_told_at_the_end(tmp_path, monkeypatch
 
 def test_there_is_never_more_than_one_copy_of_the_state(tmp_path, monkeypatch):
     """With a disk slower than the interval: the next copy is made when the one before has been written and freed."""
-    real, sizes, copies, peaks = saver.copied, [], [], []
+    real, flush, sizes, copies, peaks = saver.copied, Saver.flush, [], [], []
 
     def alive():
         return sum(t.nbytes for t in (ref() for ref in copies) if t is not None)
@@ -274,13 +274,18 @@ def test_there_is_never_more_than_one_copy_of_the_state(tmp_path, monkeypatch):
         return out, events
 
     gate = Gate(monkeypatch)
+
+    def flushed(self):  # nothing is written before somebody waits for it
+        gate.opened.set()
+        flush(self)
+        gate.opened.clear()
+
     monkeypatch.setattr(saver, "copied", copied)
+    monkeypatch.setattr(Saver, "flush", flushed)
     session = Session(compose(words(tmp_path)), quiet=True)
     with session.closing:
         for i in range(3):
             session.parts.schedule.tick()
-            gate.opened.clear()
-            threading.Timer(0.05, gate.opened.set).start()
             session.save(background=True)
             assert len(sizes) == 2 * (i + 1)  # a policy and a resume point
         session.archive.settle()
