@@ -64,7 +64,7 @@ class Described:
 
     def act_within(self, action: Box) -> None:
         """Use the bounds of ``action``, with which a policy was trained."""
-        self.actions.low, self.actions.high = (torch.tensor(side) for side in action.bounds)
+        self.actions.act_within(action)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -131,6 +131,6 @@ def _actions(env: Any, bound: float | str) -> tuple[Actions, float | str]:
             raise
         made, bound = Actions(seen, 1.0), 1.0
     if clip is not None:
-        made.low, made.high = made.low.clamp(min=-clip), made.high.clamp(max=clip)
-        made.spec = replace(made.spec, low=tuple(made.low.tolist()), high=tuple(made.high.tolist()))
+        low, high = (tuple(min(max(x, -clip), clip) for x in side) for side in made.spec.bounds)
+        made.act_within(replace(made.spec, low=low, high=high))
     return made, bound

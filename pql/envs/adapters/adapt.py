@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pql.contract.bounds import Bounds
 from pql.contract.env import Box
 from pql.envs.adapters.robot import action_terms, joints_of
 from pql.errors import ConfigError, nearest
@@ -39,21 +40,19 @@ class Actions:
         free = ~(low.isfinite() & high.isfinite())
         self.bounded = not bool(free.any())
         down, up = spans(env, bound, len(low))
-        self.low, self.high = torch.where(free, down, low), torch.where(free, up, high)
-        self.center: Tensor | None = None
+        ends = [torch.where(free, down, low), torch.where(free, up, high)]
         if bound == ASYMMETRIC and not self.bounded:
-            self.center = torch.where(free, torch.zeros_like(low), (low + high) / 2)
-        ends = (tuple(x.tolist()) for x in (self.low, self.high, self.center) if x is not None)
-        self.spec = Box(len(low), *ends)
+            ends.append(torch.where(free, torch.zeros_like(low), (low + high) / 2))
+        self.act_within(Box(len(low), *(tuple(x.tolist()) for x in ends)))
+
+    def act_within(self, box: Box) -> None:
+        """Rescale to the bounds of ``box`` from now on."""
+        self.spec, self.bounds = box, Bounds(box)
 
     def __call__(self, action: Tensor) -> Tensor:
-        if self.low.device != action.device:
-            self.low, self.high = self.low.to(action.device), self.high.to(action.device)
-            self.center = None if self.center is None else self.center.to(action.device)
-        if self.center is None:
-            return self.low + (action.clamp(-1, 1) + 1) / 2 * (self.high - self.low)
-        below, above = action.clamp(-1, 0), action.clamp(0, 1)
-        return self.center + below * (self.center - self.low) + above * (self.high - self.center)
+        if self.bounds.low.device != action.device:
+            self.bounds.to(action.device)
+        return self.bounds(action)
 
 
 def spans(env: Any, bound: Bound, size: int) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from pql.config.files import parse_json, read_bytes, read_json
+from pql.contract.bounds import Bounds
+from pql.contract.env import Box
 from pql.contract.spec_json import spec_from_dict
 from pql.errors import ConfigError
 from pql.run.base_policy import BasePolicy
@@ -37,15 +39,10 @@ def unit_map(about: Mapping[str, Any], device: torch.device) -> Callable[[Tensor
     if about["scaled"] and "start" in about:  # not of a box
         start = torch.tensor(about["start"], device=device)
         return lambda action: action - start
-    low, high = (torch.tensor(about.get(end, ())) for end in ("low", "high"))
-    if not about["scaled"] or bool((low == -1).all() and (high == 1).all()):
+    if not about["scaled"] or "low" not in about:
         return lambda action: action
-    if about.get("center") is not None:
-        center = torch.tensor(about["center"])
-        down, up, center = (center - low).to(device), (high - center).to(device), center.to(device)
-        return lambda action: (action - center) / torch.where(action < center, down, up)
-    low, half = low.to(device), ((high - low) / 2).to(device)
-    return lambda action: (action - low) / half - 1
+    bounds = Bounds(Box(len(about["low"]), about["low"], about["high"], about.get("center"))).to(device)
+    return (lambda action: action) if bounds.idle else bounds.unit
 
 
 class ExportedPolicy(BasePolicy):

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from pql.config import from_dict, to_dict
 from pql.config.files import expanded
 from pql.config.trust import check_links
+from pql.contract.bounds import Bounds
 from pql.contract.env import Box, Discrete, MultiDiscrete
 from pql.contract.spec_json import spec_to_dict
 from pql.engine.watchdog import touch
@@ -51,40 +52,27 @@ class Export:
 class Deployed(nn.Module):
     """(observation groups, then states) -> (action, then next states), as tensors in the metadata's order."""
 
-    low: Tensor
-    spread: Tensor
-    sides: Tensor
     start: Tensor
-    scale: bool
 
     def __init__(self, policy: Policy, scale: bool):
         super().__init__()
         self.net, self.norm = fold(copy.deepcopy(policy.net).cpu()), copy.deepcopy(policy.norm).cpu()
         self.groups, self.states = policy.groups, tuple(policy.state_shapes)
         self.box, space = isinstance(policy.spec.action, Box), policy.spec.action
-        low, high = (torch.tensor(bound) for bound in (space.bounds if isinstance(space, Box) else ((), ())))
-        self.scale = scale and not bool((low == -1).all() and (high == 1).all())
+        bounds = Bounds(space) if scale and isinstance(space, Box) else None
+        self.bounds = None if bounds is None or bounds.idle else bounds
         self.shifted = scale and not isinstance(space, Box) and space.start not in (0, None)
         if self.shifted:
             self.register_buffer("start", torch.tensor(cast(Discrete | MultiDiscrete, space).start))
-        self.register_buffer("low", low)
-        self.register_buffer("spread", (high - low) / 2)
-        self.centered = isinstance(space, Box) and space.center is not None
-        if isinstance(space, Box) and space.center is not None:
-            center = torch.tensor(space.center)
-            self.register_buffer("sides", torch.stack((center, center - low, high - center)))
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         obs = self.norm(dict(zip(self.groups, inputs, strict=False)))
         state = dict(zip(self.states, inputs[len(self.groups) :], strict=True))
         action, state = self.net.mean_action(obs, state) if self.states else (self.net.mean_action(obs), {})  # type: ignore[operator]
-        if self.box:
+        if self.bounds is not None:
+            action = self.bounds(action)
+        elif self.box:
             action = action.clamp(-1, 1)
-        if self.box and self.scale and self.centered:
-            center, down, up = self.sides.unbind(0)
-            action = center + action.clamp(max=0) * down + action.clamp(min=0) * up
-        elif self.box and self.scale:
-            action = self.low + (action + 1) * self.spread
         if self.shifted:
             action = action + self.start
         return (action, *(state[k] for k in self.states))
