@@ -8,6 +8,7 @@ from torch import Generator
 
 from pql.algos.mirror import make_mirror
 from pql.algos.registry import A, Setup
+from pql.algos.rnd import groups_of_bonus
 from pql.config import Config
 from pql.config.algorithms import ActorCriticConfig, ReplayAlgoConfig
 from pql.contract.env import Box, Discrete, EnvSpec, MultiDiscrete, ObsSpec
@@ -39,7 +40,7 @@ def make_normalizer(setup: Setup) -> Normalizer:
         algo.return_cap if algo.normalize_reward else None,
         algo.normalize_integers,
     )
-    norm.mirror = make_mirror(setup, setup.devices["collector"])
+    norm.mirror = make_mirror(setup.config, setup.spec, setup.devices["collector"])
     return norm
 
 
@@ -79,10 +80,13 @@ def advice(spec: EnvSpec) -> str:
 
 
 def check_obs(config: Config, spec: EnvSpec) -> None:
-    """Raises ``ConfigError`` for an unsupported observation. Custom networks are not checked."""
+    """Raises ``ConfigError`` for an unsupported observation, or one that ``algo.symmetry`` and ``algo.rnd`` cannot use.
+    Custom networks are not checked."""
     for which in ("policy", "critic"):
         if getattr(config.algo, which).net is None:
             groups_of(config, spec, which)
+    make_mirror(config, spec, spec.device)
+    groups_of_bonus(config, spec)
 
 
 def ring_rows(

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-from pql.algos.registry import Setup
+from pql.config import Config
+from pql.contract.env import EnvSpec
 from pql.data.mirror import Mirror
 from pql.engine.worker import Update
 from pql.nets.encoders import groups_of
@@ -16,17 +17,17 @@ MeanAction = Callable[[nn.Module, Obs], Tensor]
 """(policy, obs [B, ...]) -> its mean action [B, A]."""
 
 
-def make_mirror(setup: Setup, device: torch.device) -> Mirror | None:
+def make_mirror(config: Config, spec: EnvSpec, device: torch.device) -> Mirror | None:
     """Create the reflection of a task's rows; None if the settings ask for none.
 
     Raises:
         ConfigError: the task declares no symmetry of what the networks read.
     """
-    config, wanted = setup.config, getattr(setup.config.algo, "symmetry", None)
+    wanted = getattr(config.algo, "symmetry", None)
     if wanted is None or not wanted.used:
         return None
-    read = {k for which in ("policy", "critic") for k in groups_of(config, setup.spec, which)}
-    return Mirror(setup.spec, wanted.augment, sorted(read), device)
+    read = {k for which in ("policy", "critic") for k in groups_of(config, spec, which)}
+    return Mirror(spec, wanted.augment, sorted(read), device)
 
 
 def with_mirror_loss(update: Update[Any, Any, Any], mean: MeanAction, mirror: Mirror) -> Update[Any, Any, Any]:

@@ -39,6 +39,7 @@ from pql.data.demos import Demos
 from pql.data.mirror import Mirror
 from pql.data.normalize import Normalizer
 from pql.data.replay import Cursor, Replay
+from pql.data.transitions import read_transitions
 from pql.engine.flat import Flat
 from pql.engine.schedule import Counts, tick_counts
 from pql.engine.worker import Learner
@@ -93,11 +94,15 @@ def check_off_policy(config: Config[ActorCriticConfig], spec: EnvSpec, counts: C
     """Check a config against an environment spec. Returns the replay's rows T.
 
     Raises:
-        ConfigError: unsupported action or observation space, or a replay that is too small or too large.
+        ConfigError: unsupported action or observation space, demonstrations of another task, or a replay that is too
+            small or too large.
     """
     check_continuous(config, spec)
     check_obs(config, spec)
     check_images(config, spec)
+    if config.replay.demos is not None:
+        path, action = expanded("replay.demos", config.replay.demos), torch.empty(0, *spec.action.shape)
+        read_transitions("replay.demos", path, stored_obs(config, spec), action, whole=spec.obs)
     return ring_rows(config, spec, counts, device)
 
 
@@ -157,7 +162,7 @@ class Drawn:
         """Return the parts of a :class:`PolicyDraw`."""
         device, ring = self.replay.device, self.replay
         own = Cursor(ring.num_envs, device), norm.copy_to(device)
-        return setup.config.algo, ring, *own, make_augment(setup), make_mirror(setup, device), self.demos
+        return setup.config.algo, ring, *own, make_augment(setup), make_mirror(setup.config, setup.spec, device), self.demos
 
 
 def make_demos(setup: Setup[A], replays: Sequence[Replay], norm: Normalizer) -> Sequence[Demos | None]:

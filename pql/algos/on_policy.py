@@ -180,7 +180,7 @@ def make_learner(kind: OnPolicy[A], setup: Setup[A], flat: Flat, source: Source)
     progress = cast(RolloutState, state).progress
 
     from_segment, update = kind.draw, mirrored_update(kind.update, setup, state)
-    if hasattr(settings, "rnd") and (novelty := make_novelty(setup, setup.devices["learner"])) is not None:
+    if (novelty := make_novelty(setup, setup.devices["learner"])) is not None:
         state.add("rnd", novelty)
         from_segment, update = curious_rollouts(from_segment, update, novelty)
 
@@ -204,7 +204,7 @@ def make_learner(kind: OnPolicy[A], setup: Setup[A], flat: Flat, source: Source)
 
 def mirrored_update(update: Update[Any, Any, Any], setup: Setup[Any], state: Any) -> Update[Any, Any, Any]:
     """Give ``state`` the reflection that ``algo.symmetry`` wants; return ``update``, with the mirror loss if wanted."""
-    mirror = make_mirror(setup, setup.devices["learner"])
+    mirror = make_mirror(setup.config, setup.spec, setup.devices["learner"])
     if mirror is None:
         return update
     state.mirror = mirror

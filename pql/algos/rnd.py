@@ -14,7 +14,9 @@ import torch
 from torch import Generator, Tensor
 
 from pql.algos.registry import Setup
+from pql.config import Config
 from pql.config.groups import RndConfig
+from pql.contract.env import EnvSpec
 from pql.data.normalize import EPSILON, Moments
 from pql.data.rollout import Segment
 from pql.engine.collectives import ALONE, Group
@@ -77,21 +79,27 @@ class Novelty(State):
         return {"loss/rnd": loss.detach()}
 
 
-def make_novelty(setup: Setup[Any], device: torch.device) -> Novelty | None:
-    """Create the networks; None without ``algo.rnd.weight``.
+def groups_of_bonus(config: Config, spec: EnvSpec) -> tuple[str, ...]:
+    """Return the observation groups that the bonus reads; none without ``algo.rnd.weight``.
 
     Raises:
         ConfigError: an unknown group of observations, or one of images.
     """
-    settings, spec = setup.config.algo.rnd, setup.spec
-    if settings.weight == 0:
-        return None
-    groups = tuple(settings.obs or ("policy",))
+    settings: RndConfig | None = getattr(config.algo, "rnd", None)
+    groups = () if settings is None or settings.weight == 0 else tuple(settings.obs or ("policy",))
     for group in groups:
         if group not in spec.obs or len(spec.obs[group].shape) != 1:
             known = [k for k, s in spec.obs.items() if len(s.shape) == 1]
             allowed = f"groups of vectors of {spec.name}: {', '.join(known) or 'none'}{nearest(group, known)}"
             raise ConfigError("algo.rnd.obs", group, allowed)
+    return groups
+
+
+def make_novelty(setup: Setup[Any], device: torch.device) -> Novelty | None:
+    """Create the networks; None without ``algo.rnd.weight``."""
+    settings, spec, groups = setup.config.algo.rnd, setup.spec, groups_of_bonus(setup.config, setup.spec)
+    if not groups:
+        return None
     size, layers = sum(spec.obs[k].shape[0] for k in groups), Layers(tuple(settings.hidden), "relu")
     nets = seeded(lambda: [mlp(size, layers, settings.outputs).to(device) for _ in range(2)], setup.init_seed + SEED)
     predictor = Flat(nets[0], trained=True)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from pql.algos.registry import family_of
 from pql.api import drive, driven_words
 from pql.config import Config, leaves
 from pql.config.compose import compose
@@ -71,7 +72,9 @@ class LabLearner:
             self.config = self._compose()
         rates = [v for k, v in leaves(self.config) if k in ("algo.policy.lr", "algo.lr")]
         self.learning_rate = float(rates[0]) if rates else 0.0
-        fresh = fresh_policy(self.config, described.spec, described.spec.device)
+        family, device = family_of(self.config), described.spec.device
+        family.check(self.config, described.spec, family.counts(self.config), device)
+        fresh = fresh_policy(self.config, described.spec, device)
         if self.config.checkpoint.replay and world().size > 1:  # which all ranks would have to save at once
             raise ConfigError("checkpoint.replay", True, "false with several processes: only the first one saves")
         self._policy = LabPolicy(fresh, described)

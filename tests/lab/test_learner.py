@@ -154,6 +154,13 @@ def test_settings_are_checked_when_the_runner_is_made(monkeypatch):
         OnPolicyRunner(env, config(obs_groups={"actor": ["state"]}), device="cpu")
     with pytest.raises(ConfigError, match=r"final_obs=resets: expected auto: its configuration has no auto_reset"):
         OnPolicyRunner(env, config(algorithm={**config()["algorithm"], "final_obs": "resets"}), device="cpu")
+    for words, message in (
+        (("algo.rnd.weight=1", "algo.rnd.obs=[polic]"), r"algo\.rnd\.obs=polic: expected groups of vectors of .*policy"),
+        (("replay.demos=none.safetensors",), r"replay\.demos=.*none\.safetensors: expected a safetensors file"),
+        (("algo.symmetry.augment=half",), r"algo\.symmetry\.augment=half: expected off: .* declares no symmetry"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            OnPolicyRunner(env, config(*words), device="cpu")
     monkeypatch.setenv("PQL_SETTINGS", "algo=td3 algo.gamma=0.8")
     text = {**config()["algorithm"], "settings": "algo.batch_size=48 algo.gamma=0.7"}
     runner = OnPolicyRunner(env, config(algorithm=text), device="cpu")
