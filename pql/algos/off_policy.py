@@ -162,7 +162,14 @@ class Drawn:
         """Return the parts of a :class:`PolicyDraw`."""
         device, ring = self.replay.device, self.replay
         own = Cursor(ring.num_envs, device), norm.copy_to(device)
-        return setup.config.algo, ring, *own, make_augment(setup), make_mirror(setup.config, setup.spec, device), self.demos
+        return (
+            setup.config.algo,
+            ring,
+            *own,
+            make_augment(setup),
+            make_mirror(setup.config, setup.spec, device),
+            self.demos,
+        )
 
 
 def make_demos(setup: Setup[A], replays: Sequence[Replay], norm: Normalizer) -> Sequence[Demos | None]:

@@ -278,12 +278,14 @@ def run_completion(args: argparse.Namespace) -> int:
 
 
 def run_doctor(args: argparse.Namespace) -> int:
-    if args.env:
+    named = [] if args.env else [word for word in args.overrides if word.startswith("task=")]
+    words = [word for word in args.overrides if word not in named]
+    if name := args.env or "".join(named[-1:]).removeprefix("task="):
         from pql.cli.doctor_env import check_simulator
 
-        return check_simulator(args.env, args.num_envs, args.steps, args.overrides)
-    if args.overrides:
-        raise ConfigError("command", " ".join(args.overrides), "--env NAME with keywords for an environment")
+        return check_simulator(name, args.num_envs or (64 if args.symmetry else 16), args.steps, words, args.symmetry)
+    if words or args.symmetry:
+        raise ConfigError("command", " ".join(words) or "--symmetry", "task=NAME, with keywords for its environment")
     from pql.cli.doctor import doctor_report
 
     print(doctor_report())

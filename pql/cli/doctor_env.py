@@ -1,5 +1,6 @@
 """``pql doctor --env``: check one environment against the contract; report episode ends, speed and value ranges."""
 
+import contextlib
 import sys
 import time
 import warnings
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pql.cli.doctor_robot import robot_table
+from pql.cli.doctor_symmetry import check_symmetry, summary
 from pql.cli.tables import table
 from pql.config import Config, PlacementConfig, to_dict
 from pql.config.compose import compose, split_word
@@ -27,6 +29,7 @@ from pql.types import Step
 SOON = 10.0  # seconds after which a check says how long it takes
 SHORT = 20  # steps of the time limit of a second check
 PASSES = 3  # of its steps: the rules, their repetition, the ranges
+SYMMETRY_STEPS = 200
 SPEED_SECONDS = 1.0  # least duration of the rate measurement
 DEADLINES = ("placement.watchdog_seconds", "placement.start_seconds")
 NAMED = ("id", "game", "model")  # keywords that have a setting of their own
@@ -37,7 +40,7 @@ MEANING = {
 }
 
 
-def check_simulator(name: str, num_envs: int, steps: int | None, words: Sequence[str]) -> int:
+def check_simulator(name: str, num_envs: int, steps: int | None, words: Sequence[str], symmetry: bool = False) -> int:
     """Run ``pql doctor --env``: check the contract's rules, step with random actions, print. Returns the exit status.
 
     The environment is the one that ``pql train`` would build.
@@ -45,6 +48,7 @@ def check_simulator(name: str, num_envs: int, steps: int | None, words: Sequence
     Args:
         name: of a task (``task=``, with all that its preset sets), a registered environment, or ``module:attribute``.
         steps: of the main run; None: a little over the time limit.
+        symmetry: check only the symmetry that the task declares.
         words: ``key=value``; ``device``, ``task.*`` and the two deadlines of ``placement`` as in training; all others
             are keywords of the environment.
     Raises:
@@ -55,12 +59,26 @@ def check_simulator(name: str, num_envs: int, steps: int | None, words: Sequence
     STEPS.check("--steps", steps)
     config = replace(compose(simulator_settings(name, words)), num_envs=num_envs)
     with guarded():
+        if symmetry:
+            _check_symmetry(config, steps)
+            return 0
         report = _check(config, steps)
     if not report.ok:
         raise RunError(
             f"{config.task.title} breaks rules of the contract: {', '.join(report.failed)} (docs/simulators.md)"
         )
     return 0
+
+
+def _check_symmetry(config: Config, steps: int | None) -> None:
+    """Print the report on a task's symmetry. Raises ``ConfigError``: it declares none; ``RunError``: it has another."""
+    with watching(f"building {config.task.title}", start_limit(config.placement)):
+        env = build_env(config)
+    with contextlib.closing(env):
+        text, wrong = check_symmetry(Paced(env, config.placement, steps or SYMMETRY_STEPS), steps or SYMMETRY_STEPS)
+    print(text)
+    if wrong:
+        raise RunError(f"{config.task.title} is not as symmetric as it declares: {', '.join(wrong)}")
 
 
 def _check(config: Config, steps: int | None) -> Report:
@@ -226,6 +244,7 @@ def visit(env: VecEnv, steps: int, seed: int = 0) -> list[list[str]]:
         ["final observations", final + (", which are not bootstrapped from" if counts["lost"] else "")],
         ["time limit", f"{limit or 'none'}" + (late if counts["late"] else "")],
         *([["crosses through", env.crossing]] if hasattr(env, "crossing") else []),  # in a separate process
+        ["symmetry", summary(env)],
         ["host syncs a step", syncs(env, checker)],
         ["env-steps/s", f"{speed(env, checker):,.0f} with {spec.num_envs} environments on {spec.device}"],
         *([name, str(found)] for name, found in ranges.items()),

@@ -147,10 +147,13 @@ COMMANDS = {
         "check this machine, or a simulator: pql doctor --env NAME",
         (
             word("--env", metavar="NAME"),
-            word("--num-envs", type=int, default=16),
+            word("--num-envs", type=int, help="default: 16; 64 with --symmetry"),
             word("--steps", type=int, help="default: a little over the time limit, so that episodes end"),
+            flag("--symmetry", about="compare the task's steps with their reflections: pql doctor --symmetry task=ant"),
             LOUD,
-            overrides("device=, task.*= as in training; key=value: keywords of the environment"),
+            overrides(
+                "task=NAME or --env NAME; device=, task.*= as in training; key=value: keywords of the environment"
+            ),
         ),
     ),
     "completion": Command(

@@ -23,6 +23,14 @@ class Resumable(VecEnv, Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+class Reflectable(Resumable, Protocol):
+    """Can be put into reflected states, so that ``pql doctor --symmetry`` compares single steps."""
+
+    def reflected(self, state: dict[str, Any]) -> dict[str, Any] | None:
+        """Return ``state``, a ``state_dict``, reflected as ``spec.info["symmetry"]`` says; None: not known how."""
+        ...
+
+
 class Staged(VecEnv, Protocol):
     """A curriculum whose stage depends on what was done so far. The stage is saved with the run, if the environment is
     not :class:`Resumable`, and evaluations take place at the training's."""

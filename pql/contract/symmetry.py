@@ -8,6 +8,8 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from pql.errors import ConfigError, PqlWarning, nearest
 
 Reflection = tuple[tuple[int, ...], tuple[float, ...]]
@@ -27,6 +29,17 @@ def side_by_side(*parts: Reflection) -> Reflection:
         index += [len(sign) + i for i in part]
         sign += signs
     return tuple(index), tuple(sign)
+
+
+def floating(joints: Reflection) -> tuple[Reflection, Reflection]:
+    """Return the reflections of MuJoCo's positions and velocities of a free body with ``joints``."""
+    return side_by_side(POLAR, QUATERNION, joints), side_by_side(POLAR, AXIAL, joints)
+
+
+def reflect(reflection: Reflection, x: Tensor) -> Tensor:
+    """Return ``x`` [..., D] reflected."""
+    index, sign = reflection
+    return x[..., list(index)] * x.new_tensor(sign)
 
 
 def by_names(names: Sequence[str], sides: Mapping[str, str], odd: Sequence[str] = ()) -> Reflection:

@@ -10,7 +10,7 @@ from conftest import bits, differences, go_on, start
 from pql.algos.mirror import with_mirror_loss
 from pql.config.compose import compose
 from pql.contract.env import Box, EnvSpec, ObsSpec, make_env
-from pql.contract.symmetry import AXIAL, POLAR, QUATERNION, SCALAR, by_names, side_by_side
+from pql.contract.symmetry import POLAR, SCALAR, by_names, side_by_side
 from pql.data.mirror import Mirror
 from pql.engine.flat import Flat
 from pql.engine.optim import AdamW
@@ -23,11 +23,6 @@ from pql.types import Batch
 
 CPU = torch.device("cpu")
 LEGS = ["LF_HAA", "LF_HFE", "RF_HAA", "RF_HFE", "waist"]
-
-
-def reflect(reflection, x):
-    index, sign = reflection
-    return x[:, list(index)] * torch.tensor(sign, dtype=x.dtype)
 
 
 def spec_of(symmetry, size=3):
@@ -85,21 +80,6 @@ ROBOTS = {  # largest error of a coordinate: left and right of the models differ
 }
 
 
-def coordinates(env):
-    """Return the reflections of qpos and qvel of a MuJoCo task."""
-    name, model = env.spec.name, env.model
-    if name == "walker2d":
-        both = side_by_side(SCALAR, SCALAR, SCALAR, ((3, 4, 5, 0, 1, 2), (1,) * 6))
-        return both, both
-    if name == "swimmer":
-        return (((0, 1, 2, 3, 4), (1, -1, -1, -1, -1)),) * 2
-    names = [model.joint(i).name for i in range(1, model.njnt)]
-    sides = {"ant": {"_1": "_4", "_2": "_3"}, "humanoid": {"left": "right"}}.get(name)
-    odd = {"ant": ("hip",), "humanoid": ("abdomen_x", "abdomen_z", "shoulder")}.get(name)
-    joints = by_names(names, sides or env.task.sides, odd or env.task.odd)
-    return side_by_side(POLAR, QUATERNION, joints), side_by_side(POLAR, AXIAL, joints)
-
-
 @pytest.mark.parametrize("robot", ROBOTS)
 def test_a_step_of_the_reflected_state_is_the_reflected_step(robot):
     name, short = robot.split(",")[0], "," in robot
@@ -112,20 +92,13 @@ def test_a_step_of_the_reflected_state_is_the_reflected_step(robot):
     one.reset(0)
     for _ in range(15):
         one.step(torch.rand(32, one.spec.action.size, generator=gen) * 2 - 1)
-    state, (q, v), nq, nv = one.state_dict(), coordinates(one), one.model.nq, one.model.nv
-    parts = list(state["physics"].split([1, nq, nv, nv, state["physics"].shape[1] - 1 - nq - 2 * nv], 1))
-    for i, reflection in ((1, q), (2, v), (3, v)):  # positions, velocities, the solver's first guess
-        parts[i] = reflect(reflection, parts[i])
-    memory = dict(state["memory"])
-    if "command" in memory:
-        memory["command"] = reflect(((0, 1, 2), (1, -1, -1)), memory["command"])
-        memory["action"] = mirror.reflected("action", memory["action"])
+    state = one.state_dict()
     two.reset(0)
-    two.load_state_dict({**state, "physics": torch.cat(parts, 1), "memory": memory, "obs": mirror.obs(state["obs"])})
+    two.load_state_dict(one.reflected(state))
     action = torch.rand(32, one.spec.action.size, generator=gen) * 2 - 1
     a, b = one.step(action), two.step(mirror.reflected("action", action))
     goes_on = ~(a.terminated | a.truncated)
-    if "command" in memory:  # some are drawn anew
+    if "command" in state["memory"]:  # some are drawn anew
         goes_on &= (one.state_dict()["memory"]["command"] == state["memory"]["command"]).all(1)
     assert int(goes_on.sum()) > 20
     assert a.terminated.equal(b.terminated)

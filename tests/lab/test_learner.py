@@ -155,7 +155,10 @@ def test_settings_are_checked_when_the_runner_is_made(monkeypatch):
     with pytest.raises(ConfigError, match=r"final_obs=resets: expected auto: its configuration has no auto_reset"):
         OnPolicyRunner(env, config(algorithm={**config()["algorithm"], "final_obs": "resets"}), device="cpu")
     for words, message in (
-        (("algo.rnd.weight=1", "algo.rnd.obs=[polic]"), r"algo\.rnd\.obs=polic: expected groups of vectors of .*policy"),
+        (
+            ("algo.rnd.weight=1", "algo.rnd.obs=[polic]"),
+            r"algo\.rnd\.obs=polic: expected groups of vectors of .*policy",
+        ),
         (("replay.demos=none.safetensors",), r"replay\.demos=.*none\.safetensors: expected a safetensors file"),
         (("algo.symmetry.augment=half",), r"algo\.symmetry\.augment=half: expected off: .* declares no symmetry"),
     ):

@@ -16,6 +16,7 @@ from pql.contract.env import Box, EnvSpec, LogKind
 from pql.envs.mujoco.curriculum import Curriculum, Levels
 from pql.envs.mujoco.engine import Engine, Masked, Rows, Taken
 from pql.envs.mujoco.engines import EngineOptions, choose, make_engine
+from pql.envs.mujoco.mirror import reflected
 from pql.envs.mujoco.randomize import Randomize, Randomizer
 from pql.envs.mujoco.task import Draw, Memory, Robot, Task, check_model, load_model
 from pql.types import Obs, Step
@@ -325,6 +326,8 @@ class MujocoVec:
         if self._randomizer:
             self._randomizer.load_state_dict(state["randomizer"], self.engine.rows(self._yes))
         self._keep()
+
+    reflected = reflected
 
     def render(self, index: int = 0, width: int | None = None, height: int | None = None) -> np.ndarray:
         """Render simulation ``index``, by default 640 x 480 pixels: uint8 [H, W, 3]. The camera follows the robot.

@@ -10,7 +10,7 @@ import mujoco
 import torch
 from torch import Tensor
 
-from pql.contract.symmetry import AXIAL, POLAR, QUATERNION, SCALAR, Reflection, by_names, side_by_side
+from pql.contract.symmetry import AXIAL, POLAR, QUATERNION, SCALAR, Reflection, by_names, floating, side_by_side
 from pql.envs.mujoco.engine import Fields
 from pql.envs.mujoco.suite import GymTask, ctrl_cost, finite, measure_contacts
 from pql.envs.mujoco.task import Memory, Robot, Verdict
@@ -93,6 +93,9 @@ class Hopper(Planar):
         return (largest < 100.0) & (height > 0.7) & (angle.abs() < 0.2)
 
 
+LEGS: Reflection = ((3, 4, 5, 0, 1, 2), (1,) * 6)
+
+
 class Walker2d(Planar):
     """The same with its legs exchanged."""
 
@@ -101,8 +104,10 @@ class Walker2d(Planar):
 
     @classmethod
     def symmetry(cls) -> dict[str, Reflection]:
-        legs: Reflection = ((3, 4, 5, 0, 1, 2), (1,) * 6)
-        return {"policy": side_by_side(SCALAR, SCALAR, legs, SCALAR, SCALAR, SCALAR, legs), "action": legs}
+        return {"policy": side_by_side(SCALAR, SCALAR, LEGS, SCALAR, SCALAR, SCALAR, LEGS), "action": LEGS}
+
+    def coordinates(self) -> tuple[Reflection, Reflection]:
+        return (side_by_side(SCALAR, SCALAR, SCALAR, LEGS),) * 2
 
     def healthy(self, fields: Fields) -> Tensor:
         height, angle = fields["qpos"][:, 1], fields["qpos"][:, 2]
@@ -142,6 +147,9 @@ class Ant(Runner):
         others = [0, *(1 + 3 * leg + part for leg in (3, 2, 1, 0) for part in range(3))]  # torso; hip, aux, ankle
         forces = tuple(6 * body + i for body in others for i in range(6)), bodies[1]
         return {"policy": side_by_side(free_body(cls.hinges()), forces), "action": cls.hinges(4, 1, 2, 3)}
+
+    def coordinates(self) -> tuple[Reflection, Reflection]:
+        return floating(self.hinges())
 
     def position(self, fields: Fields) -> Tensor:
         # the reference differentiates the torso's frame, which is one substep behind qpos
@@ -245,6 +253,9 @@ class HumanoidJoints(Joints, Humanoid):
     def symmetry(cls) -> dict[str, Reflection]:
         return {"policy": free_body(human(*ABDOMEN)), "action": human("abdomen_y", "abdomen_z", "abdomen_x")}
 
+    def coordinates(self) -> tuple[Reflection, Reflection]:
+        return floating(human(*ABDOMEN))
+
     outputs = ("xipos", "cfrc_ext")
 
 
@@ -297,6 +308,9 @@ class Swimmer(Joints, Runner):
     def symmetry(cls) -> dict[str, Reflection]:
         turned: Reflection = ((0, 1, 2), (-1, -1, -1))
         return {"policy": side_by_side(turned, SCALAR, ((0,), (-1,)), turned), "action": ((0, 1), (-1, -1))}
+
+    def coordinates(self) -> tuple[Reflection, Reflection]:
+        return (((0, 1, 2, 3, 4), (1, -1, -1, -1, -1)),) * 2
 
     def judge(self, fields: Fields, memory: Memory) -> Verdict:
         gained = self.gained(fields, memory)

@@ -153,6 +153,10 @@ class Task:
         """Return the reflections of observation groups and ``action`` that leave the task as it is; None: unknown."""
         return None
 
+    def coordinates(self) -> tuple[Reflection, Reflection] | None:
+        """Return the reflections of ``qpos`` and ``qvel`` for which :meth:`symmetry` holds; None: unknown."""
+        return None
+
     @classmethod
     def obs_spec(cls) -> dict[str, ObsSpec]:
         """Observation groups."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pql.contract.robot import Numbers, RobotRecord, Term
-from pql.contract.symmetry import AXIAL, COMMAND, POLAR, Reflection, by_names, side_by_side
+from pql.contract.symmetry import AXIAL, COMMAND, POLAR, Reflection, by_names, floating, side_by_side
 from pql.envs.mujoco.engine import Fields
 from pql.envs.mujoco.isaac.measure import into, rotation
 from pql.envs.mujoco.task import HOLD, Draw, Memory, Robot, Start, Task, Verdict, add_servo
@@ -195,6 +195,10 @@ class Velocity(Task):
     def symmetry(cls) -> dict[str, Reflection]:
         joints = by_names(list(cls.joints), cls.sides, cls.odd)
         return {"policy": side_by_side(POLAR, AXIAL, POLAR, COMMAND, joints, joints, joints), "action": joints}
+
+    def coordinates(self) -> tuple[Reflection, Reflection]:
+        model = self.robot.model
+        return floating(by_names([model.joint(i).name for i in range(1, model.njnt)], self.sides, self.odd))
 
     @classmethod
     def edit(cls, spec: mujoco.MjSpec) -> None:
