@@ -27,11 +27,12 @@ CHANCE, SMALL = 5.5, 0.04  # standard errors and standard deviations (or correla
 MISFIT = 0.25  # squared differences, as a share of those with another sign, from which a map is wrong
 CHUNK = 10  # elements in a row of the table, without names
 HEAD = ["group", "elements", "largest", "rms", "worst", "verdict"]
-SAME, CLOSE, UNSEEN, WRONG = "equal", "differs a little", "not tested", "DIFFERS"
+SAME, CLOSE, PART, UNSEEN, WRONG = "equal", "differs a little", "differs in part", "not tested", "DIFFERS"
 ADVICE = {
     WRONG: "an index or a sign of these elements, of those named with them, or of the actions is wrong; or the task is "
     "not symmetric, for example its commands or first states.",
-    CLOSE: "left and right of the model differ, as with a sensor beside the middle; a wrong sign differs more.",
+    CLOSE: "left and right of the model differ a little; a wrong sign differs more.",
+    PART: "from few other elements, as of a sensor beside the middle; with the other sign it would differ from more.",
     UNSEEN: "constant, or random actions show nothing that depends on its sign; more environments or steps "
     "(--num-envs, --steps) may.",
 }
@@ -55,7 +56,7 @@ def check_symmetry(env: VecEnv, steps: int, seed: int = 0) -> tuple[str, list[st
     for (group, row, element), one in zip(labels(env.spec, maps), found, strict=True):
         if one is not None:
             rows.setdefault((group, row), []).append((element or group, one))
-    order, lines, wrong, seen = (UNSEEN, SAME, CLOSE, WRONG), [HEAD], [], set[str]()
+    order, lines, wrong, seen = (UNSEEN, SAME, CLOSE, PART, WRONG), [HEAD], [], set[str]()
     for (group, row), each in rows.items():
         name, worst = max(each, key=lambda pair: (order.index(pair[1].verdict), pair[1].largest))
         unseen = [element for element, one in each if one.verdict == UNSEEN]
@@ -217,8 +218,8 @@ def contrasts(rows: Tensor, whole: Reflection, reward: int) -> tuple[Tensor, Ten
 
 
 def judged(size: Tensor, score: Tensor, whole: Reflection, known: list[tuple[str, str, str]]) -> list[Finding | None]:
-    """Return a finding for each of the L elements of ``known`` from :func:`contrasts` of all D. Of two elements that
-    disagree the one is blamed that disagrees with more."""
+    """Return a finding for each of the L elements of ``known`` from :func:`contrasts` [2, D, 2 D + 1] of all D. Of two
+    elements that disagree the one is blamed that disagrees with more."""
     total = size.shape[1]
     owner = torch.cat((torch.arange(len(known)), torch.arange(total - len(known))))  # changes count for their element
     fold = torch.zeros(len(known), total).double()
@@ -237,7 +238,7 @@ def judged(size: Tensor, score: Tensor, whole: Reflection, known: list[tuple[str
     while bool(against.any()):
         i = int(against.sum(1).argmax())
         j = int(against[i].argmax())
-        verdict = WRONG if as_declared[i].sum() > MISFIT * turned[i].sum() else CLOSE
+        verdict = WRONG if as_declared[i].sum() > MISFIT * turned[i].sum() else PART
         blamed[i] = verdict, (known[j][2] or known[j][0]) if j < len(known) else "its mean"
         for one in (against, as_declared, turned):
             one[i], one[:, i] = 0, 0
