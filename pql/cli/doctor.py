@@ -43,7 +43,7 @@ EXTRAS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 def doctor_report() -> str:
     """Return the whole report as text."""
-    return "\n\n".join(["\n".join(machine_lines()), table(extras()), table(simulators()), table(robots())])
+    return "\n\n".join(["\n".join(machine_lines()), table(extras()), table(simulators())])
 
 
 def machine_lines() -> list[str]:
@@ -121,25 +121,3 @@ def state_of(name: str) -> str:
         return error.allowed.rpartition(": ")[2]  # the command that installs it
     except Exception as error:  # installed, but broken; usually a third-party package
         return first_line(error)
-
-
-def robots() -> list[list[str]]:
-    """Return a row per robot with a model file from another package: ok, or the command that installs it."""
-    from packaging.requirements import Requirement
-
-    from pql.errors import ConfigError
-
-    rows = [["robot", "state", "package"]]
-    try:
-        from pql.envs.mujoco.robots import ROBOTS, model_file
-    except ModuleNotFoundError:  # the extra ``mujoco`` comes first
-        return rows
-    for robot, model in ROBOTS.items():
-        package = Requirement(model.project).name
-        try:
-            model_file(robot)
-            state = "ok"
-        except ConfigError as error:
-            state = error.allowed.rpartition(": ")[2]
-        rows.append([robot, state, f"{package} {version(package) or 'missing'}"])
-    return rows
