@@ -283,7 +283,8 @@ def run_doctor(args: argparse.Namespace) -> int:
     if name := args.env or "".join(named[-1:]).removeprefix("task="):
         from pql.cli.doctor_env import check_simulator
 
-        return check_simulator(name, args.num_envs or (64 if args.symmetry else 16), args.steps, words, args.symmetry)
+        count = args.num_envs if args.num_envs is not None else 64 if args.symmetry else 16
+        return check_simulator(name, count, args.steps, words, args.symmetry)
     if words or args.symmetry:
         raise ConfigError("command", " ".join(words) or "--symmetry", "task=NAME, with keywords for its environment")
     from pql.cli.doctor import doctor_report

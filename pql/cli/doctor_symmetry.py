@@ -82,7 +82,7 @@ def check_symmetry(env: VecEnv, steps: int, seed: int = 0) -> tuple[str, list[st
 
 def summary(env: VecEnv) -> str:
     """Return a line on the symmetry that ``env`` declares, and steps it where that can be compared step by step."""
-    if not env.spec.info.get("symmetry"):
+    if "action" not in (env.spec.info.get("symmetry") or {}):
         return "none declared"
     maps = declared(env.spec)
     told = "not checked: pql doctor --symmetry does"

@@ -148,7 +148,11 @@ COMMANDS = {
         (
             word("--env", metavar="NAME"),
             word("--num-envs", type=int, help="default: 16; 64 with --symmetry"),
-            word("--steps", type=int, help="default: a little over the time limit, so that episodes end"),
+            word(
+                "--steps",
+                type=int,
+                help="default: a little over the time limit, so that episodes end; 200 with --symmetry",
+            ),
             flag("--symmetry", about="compare the task's steps with their reflections: pql doctor --symmetry task=ant"),
             LOUD,
             overrides(

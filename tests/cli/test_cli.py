@@ -65,7 +65,7 @@ def mistake(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
         (["resume"], "pql: command=pql resume: expected other words: the following arguments are required: RUN"),
         (["list", "robots"], "argument what: invalid choice: 'robots'"),
         (["doctor", "--num-envs", "x"], "argument --num-envs: invalid int value: 'x'"),
-        (["doctor", "seed=1"], "pql: command=seed=1: expected --env NAME with keywords for an environment"),
+        (["doctor", "seed=1"], "pql: command=seed=1: expected task=NAME, with keywords for its environment"),
         (["doctor", "--env", "pendulum", "max_steps=3"], "max_steps=3: expected one of the keywords "),
         (["doctor", "--env", "pendulum", "num_envs=4"], "num_envs=4: expected --num-envs 4"),
         (["doctor", "--env", "pendulum", "device=cud"], "device=cud: expected a device of this machine: auto, cpu"),
