@@ -100,7 +100,7 @@ def check_off_policy(config: Config[ActorCriticConfig], spec: EnvSpec, counts: C
     check_continuous(config, spec)
     check_obs(config, spec)
     check_images(config, spec)
-    if config.replay.demos is not None:
+    if config.replay.demos is not None:  # its columns only; it is read again into a ring
         path, action = expanded("replay.demos", config.replay.demos), torch.empty(0, *spec.action.shape)
         read_transitions("replay.demos", path, stored_obs(config, spec), action, whole=spec.obs)
     return ring_rows(config, spec, counts, device)
@@ -162,14 +162,8 @@ class Drawn:
         """Return the parts of a :class:`PolicyDraw`."""
         device, ring = self.replay.device, self.replay
         own = Cursor(ring.num_envs, device), norm.copy_to(device)
-        return (
-            setup.config.algo,
-            ring,
-            *own,
-            make_augment(setup),
-            make_mirror(setup.config, setup.spec, device),
-            self.demos,
-        )
+        mirror = make_mirror(setup.config, setup.spec, device)
+        return setup.config.algo, ring, *own, make_augment(setup), mirror, self.demos
 
 
 def make_demos(setup: Setup[A], replays: Sequence[Replay], norm: Normalizer) -> Sequence[Demos | None]:
