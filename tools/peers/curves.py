@@ -4,8 +4,8 @@
     python tools/peers/curves.py draw PQL2=pql2-curves.json "earlier settings=pql2-900s.json" --pictures DIR
 
 Runs on a shared machine are compared by env steps; ``--rates`` are the env steps per second of an idle machine, by
-task. Pictures have a panel per task and a line per file: over env steps, and over seconds at these rates (those of the
-first file). A line is the median over seeds, as far as all of them have come, with their range.
+task. Pictures have a panel per task and a line per file: over env steps, and over seconds at a file's rates (those of
+the first file where it has none). A line is the median over seeds, as far as all of them have come, with their range.
 
 A run is stored as its task, seed, changed settings, critic updates, commit (null for an installed package) and curve.
 Rows of a curve are the env steps and the mean return, then the values of ``--also``, such as ``eval/success``. Other
@@ -135,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     files = [(name, load(file)) for name, file in args.files]
     rates = files[0][1].get("rates", {})
-    runs = [run for name, data in files for run in series(name, data, rates)]
+    runs = [run for name, data in files for run in series(name, data, data.get("rates") or rates)]
     for axis in ("env_steps", "seconds"):
         draw(runs, axis, args.pictures / f"{axis}.png")
 
