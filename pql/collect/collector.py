@@ -15,7 +15,7 @@ from pql.collect.nonfinite import mask_and
 from pql.collect.state import CollectorState
 from pql.collect.steppers import EvenStepper, Going, LateStepper
 from pql.contract.env import VecEnv, make_ready
-from pql.contract.rules import check_answer
+from pql.contract.rules import check_answer, check_stacks
 from pql.data.normalize import Normalizer
 from pql.data.replay import Replay
 from pql.data.store import Store
@@ -77,6 +77,7 @@ class Collector:
             self.saturation.reset()  # capturing has called the policy
         check_answer("reset", shown := self.env.reset(seed), self.env.spec)
         obs = self.quarantine.begin(shown)
+        check_stacks("reset", obs, obs, every := ~self.quarantine.out, every, self.env.spec)
         self.state.keep(obs)
         for store in self.stores:
             store.begin({k: v.to(store.device) for k, v in obs.items()})

@@ -19,7 +19,7 @@ from pql.collect.nonfinite import floats, mask_and
 from pql.collect.state import CollectorState
 from pql.contract.env import capturable
 from pql.contract.optional import Capturable, GroupedEnv
-from pql.contract.rules import check_answer
+from pql.contract.rules import check_answer, check_stacks
 from pql.data.normalize import ALL
 from pql.engine import watchdog
 from pql.engine.cpu_graph import make_graph
@@ -177,6 +177,9 @@ class EnvSlice:
 
     def record(self, step: Step) -> None:
         """Write the row of a step to the stores, and update the statistics."""
+        if not self.checked and self.mask is None:  # with late answers, some rows are no steps
+            state, known = self.state, (step.first | step.final_ok) & ~self.state.quarantine.out
+            check_stacks("step", step.obs, state.obs, step.first, known, state.env.spec)
         self._check(step)
         if self.state.default_stream:
             for tensor in named_step(step).values():

@@ -15,8 +15,9 @@ from torch import Tensor
 from pql.collect.collector import Collector
 from pql.collect.nonfinite import LARGEST, all_finite
 from pql.contract.env import Discrete, EnvSpec, ObsSpec
+from pql.contract.stacks import frames_of, kept_shape, stacked
 from pql.data.flags import NEXT_FIRST, TERMINATED, VALID, tables
-from pql.data.frames import Stacker, deepest, kept_shape
+from pql.data.frames import Stacker, deepest
 from pql.data.normalize import Normalizer
 from pql.data.replay import Replay
 from pql.data.sizes import ReplayLayout
@@ -75,7 +76,7 @@ def prefill(collector: Collector, path: str | Path, part: int = 0, parts: int = 
     kept = replay.rows - 2  # one is the filler at the end, one is in flight
     taken = share(last(transitions_in(setting, path, replay, spec), kept * replay.num_envs * parts), part, parts)
     check_values(setting, path, taken, spec)
-    stream = stream_of(taken)
+    stream = stream_of(taken, replay.specs)
     depth = min(stream.flags.shape[0] // replay.num_envs, kept)
     if depth == 0:
         raise ConfigError(setting, path, f"at least {replay.num_envs} transitions, one for each environment")
@@ -104,7 +105,7 @@ def demonstrations(path: str | Path, rings: Sequence[Replay], layout: ReplayLayo
     setting = "replay.demos"
     taken = transitions_in(setting, path, rings[0], spec)
     check_values(setting, path, taken, spec)
-    stream, depth = stream_of(taken), deepest(rings[0].specs.values())
+    stream, depth = stream_of(taken, rings[0].specs), deepest(rings[0].specs.values())
     count = stream.flags.shape[0]
     if count == 0:
         raise ConfigError(setting, path, "at least one transition whose successor is known")
@@ -139,7 +140,7 @@ def observe_recorded(normalizer: Normalizer, taken: Transitions, used: Tensor, s
     """Update observation statistics with the transitions ``used`` [M]."""
     seen, device = {k: v for k, v in spec.obs.items() if k in normalizer.moments}, normalizer.reward_scale.device
     for part in used.split(CHUNK):
-        shown = {k: taken.frames[k][taken.obs[k][part]].view(-1, *s.shape) for k, s in seen.items()}
+        shown = {k: stacked(taken.frames[k][taken.obs[k][part]], s) for k, s in seen.items()}
         normalizer.observe({k: v.to(device) for k, v in shown.items()})
 
 
@@ -154,7 +155,7 @@ def transitions_of(data: Columns, specs: Mapping[str, ObsSpec]) -> Transitions:
         frames, obs, after = {}, {}, {}
         for k, s in specs.items():
             shown, count = torch.cat((data[f"obs.{k}"], data[f"next_obs.{k}"])), cut.shape[0]
-            frames[k] = shown.reshape(-1, *kept_shape(s))
+            frames[k] = frames_of(shown, s).reshape(-1, *kept_shape(s))
             obs[k], after[k] = torch.arange(2 * count * s.stack).view(2, count, s.stack)
         known = torch.ones_like(cut)
         return Transitions(frames, obs, after, {k: data[k] for k in beside}, data["terminated"], cut, known)
@@ -165,12 +166,13 @@ def transitions_of(data: Columns, specs: Mapping[str, ObsSpec]) -> Transitions:
     cut = cut[row, column]
     blank = (rows + 1) * n  # after the frames of all rows and after the last ones
     flags = torch.cat((flags_of(data), data["valid"].new_zeros(1, n).to(torch.uint8))).flatten()
-    stacker = Stacker(deepest(specs.values()), rows + 1, n, blank, tables(flags.device)["same episode"])
-    cells = stacker.cells(flags, row, column)
-    following = torch.cat((cells[:, 1:], ((row + 1) * n + column)[:, None]), 1)
+    same_episode, fills = tables(flags.device)["same episode"], {s.fill for s in specs.values()}
+    cells = Stacker(deepest(specs.values()), rows + 1, n, blank, same_episode, fills).cells(flags, row, column)
+    newest = ((row + 1) * n + column)[:, None]
     stored = {k: data[f"obs.{k}"] for k in specs}
     frames = {k: torch.cat((v.flatten(0, 1), torch.zeros_like(v[0, :1]))) for k, v in stored.items()}
-    obs, after = ({k: c[:, -s.stack :] for k, s in specs.items()} for c in (cells, following))
+    obs = {k: cells[s.fill][:, -s.stack :] for k, s in specs.items()}
+    after = {k: torch.cat((cells[s.fill], newest), 1)[:, -s.stack :] for k, s in specs.items()}
     ends = data["terminated"][row, column], cut, ~data["first"][row, column]
     return Transitions(frames, obs, after, {k: data[k][row, column] for k in beside}, *ends)
 
@@ -208,8 +210,8 @@ def check_values(setting: str, path: str | Path, given: Transitions, spec: EnvSp
 # -- transitions as rows ----------------------------------------------------------------------------------------------
 
 
-def stream_of(given: Transitions) -> Stream:
-    """Convert transitions to a stream of rows.
+def stream_of(given: Transitions, specs: Mapping[str, ObsSpec]) -> Stream:
+    """Convert transitions with observations of ``specs`` to a stream of rows.
 
     A row's successor is the next row's observation. If the next transition has another observation, a filler row is
     inserted. A stack that does not continue the previous transition's needs filler rows with its older frames before
@@ -223,7 +225,8 @@ def stream_of(given: Transitions) -> Stream:
     life = given.terminated & goes_on & (depth > 1)  # the next stack continues, so no episode ended (a lost life)
     filled = given.followed & ~life & (given.terminated | given.cut | ~goes_on)
     linked = goes_on & ~given.cut & (~given.terminated | life)
-    history = torch.where(torch.cat((linked[-1:] | True, ~linked[:-1])), older_frames(given), 0)  # fillers before it
+    begins = torch.cat((linked[-1:] | True, ~linked[:-1]))
+    history = torch.where(begins, older_frames(given, specs), 0)  # fillers before it
     total = history + 1 + filled.long()
     place = total.cumsum(0) - total + history
     count = int(total.sum())
@@ -256,14 +259,20 @@ def same_frames(frames: Tensor, one: Tensor, two: Tensor) -> Tensor:
     return same
 
 
-def older_frames(given: Transitions) -> Tensor:
-    """Return how many frames before its newest a transition's stack is not blank, [M] int64: 0 without stacks."""
+def older_frames(given: Transitions, specs: Mapping[str, ObsSpec]) -> Tensor:
+    """Return how many frames before its newest a transition's stack has before they are those that a ring fills in,
+    [M] int64: 0 without stacks."""
     reach = torch.zeros(given.cut.shape[0], dtype=torch.int64)
     for k, index in given.obs.items():
         if index.shape[1] > 1:
-            shown = torch.cat([(part != 0).flatten(1).any(1) for part in given.frames[k].split(CHUNK)])
+            older = index[:, :-1]
+            if specs[k].fill == "first":  # a frame is needed if the next one differs
+                pairs = (part.reshape(-1, 1) for part in (older, index[:, 1:]))
+                needed = ~same_frames(given.frames[k], *pairs).view_as(older)
+            else:
+                needed = torch.cat([(part != 0).flatten(1).any(1) for part in given.frames[k].split(CHUNK)])[older]
             back = torch.arange(index.shape[1] - 1, 0, -1)  # oldest first
-            reach = torch.maximum(reach, (shown[index[:, :-1]] * back).amax(1))
+            reach = torch.maximum(reach, (needed * back).amax(1))
     return reach
 
 

@@ -92,7 +92,7 @@ class Checker:
         if "shapes" in self.faults:
             return []
         every = torch.ones(spec.num_envs, dtype=torch.bool, device=spec.device)
-        self.fault("stack", rules.stack_fault("reset's obs", obs, obs, every, every, spec))
+        self.fault("stack", rules.stack_fault("reset's obs", obs, obs, every, every, spec.obs))
         self.live = [(name, value, value.clone()) for name, value in obs.items()]
         digests, first, last = [], {k: v.clone() for k, v in obs.items()}, None
         for index, action in enumerate(self.actions(steps)):
@@ -264,7 +264,7 @@ RULES = {
     "filler": "filler rows follow ends, and only under next-step autoreset",
     "filler_flags": "filler rows carry no flags",
     "time_limit": "no episode continues after max_episode_steps rows",
-    "stack": "a stack's older frames are those of the observation before, zeros from before the episode",
+    "stack": "a stack's older frames are those of the observation before, ObsSpec.fill from before the episode",
     "buffers": "what a step returned is not rewritten by the next one",
     "action_kept": "step does not write to its action",
     "action_range": "actions outside [-1, 1] act as if clamped",

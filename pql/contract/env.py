@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pql.contract.registry import check_chosen, check_keywords, find_factory, import_name
+from pql.contract.shapes import stack_fault
 from pql.errors import ConfigError, PqlWarning, nearest
 from pql.types import Obs, Step
 
@@ -27,14 +28,26 @@ class ObsSpec:
         shape: without the N axis: ``(D,)`` for a vector, ``(C, H, W)`` or ``(H, W, C)`` for an image.
         dtype: float32 for vectors, usually uint8 for images; also bool, uint8, signed integers and other floats. Replay
             and rollout store integers as they are; ``docs/networks.md`` says how networks read them.
-        stack: number of stacked frames. If above 1, the first axis of ``shape`` has this size and holds the newest
-            frames, oldest first; frames from before the episode are zeros. The replay buffer then stores each frame
-            once and rebuilds the stacks when it samples.
+        stack: number S of stacked frames, the newest observations, oldest first. If above 1, the replay buffer stores
+            each frame once and rebuilds the stacks when it samples. ``shape`` has this size as its first axis, or is
+            that of a flat history, ``(S * D,)``.
+        terms: widths of the terms of a flat history, of which each has its own: ``(3, 12)`` are S times 3 numbers, then
+            S times 12. (): one term of D numbers.
+        fill: frames from before the episode: ``zeros``, or the episode's ``first`` frame.
+
+    Raises:
+        ConfigError: fields that do not fit each other.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     stack: int = 1
+    terms: tuple[int, ...] = ()
+    fill: Literal["zeros", "first"] = "zeros"
+
+    def __post_init__(self) -> None:
+        if fault := stack_fault(self.shape, self.stack, self.terms, self.fill):
+            raise ConfigError(f"ObsSpec.{fault[0]}", getattr(self, fault[0]), fault[1])
 
     def read_dtype(self, integers: bool = True) -> torch.dtype:
         """Return the dtype in which networks read the group: float32, but uint8 for images of bytes.

@@ -32,6 +32,8 @@ else:
         shape: tuple[int, ...]
         dtype: str = "float32"
         stack: int = 1
+        terms: tuple[int, ...] = ()
+        fill: str = "zeros"
 
     class Box(NamedTuple):
         """Continuous actions [N, size] float32 in [-1, 1]: see ``pql.contract.env.Box``."""

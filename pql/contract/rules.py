@@ -3,7 +3,7 @@
 They synchronise with the host, which code in a training loop must not do; :func:`check_answer` does not.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from pql.contract import shapes
-from pql.contract.env import EnvSpec
+from pql.contract.env import EnvSpec, ObsSpec
+from pql.contract.stacks import frames_of
 from pql.errors import ConfigError
 from pql.types import Obs, Step
 
@@ -144,6 +145,19 @@ def check_answer(method: str, answer: Any, spec: EnvSpec, rows: int | None = Non
         raise ConfigError("task", spec.name, f"{method}() to return {wanted}: pql doctor --env NAME tests it")
 
 
+def check_stacks(method: str, obs: Obs, before: Obs, begins: Tensor, asked: Tensor, spec: EnvSpec) -> None:
+    """Check the stacks that ``reset`` or ``step`` returned, from which a replay keeps the newest frames only.
+
+    It waits for the device if there are any. Arguments as of :func:`stack_fault`.
+
+    Raises:
+        ConfigError: their older frames are not those that the replay would rebuild.
+    """
+    if fault := stack_fault("obs", obs, before, begins, asked, spec.obs):
+        wanted = f"{method}() to return the stacks that its spec says, but {fault}: pql doctor --env NAME tests it"
+        raise ConfigError("task", spec.name, wanted)
+
+
 def finite(row: Row) -> str:
     """No float tensor of a step holds NaN or infinity."""
     for name, value in tensors(row.step):
@@ -225,23 +239,26 @@ def stack(row: Row) -> str:
     """Frame stacks of ``obs`` and ``final_obs`` continue those of the observation before."""
     step, spec = row.step, row.spec
     # Next-step autoreset returns the final observation in obs; the simulator may have lost it.
-    shown = stack_fault("obs", step.obs, row.before, step.first, step.first | step.final_ok, spec)
+    shown = stack_fault("obs", step.obs, row.before, step.first, step.first | step.final_ok, spec.obs)
     none = torch.zeros_like(step.first)
-    return shown or stack_fault("final_obs", step.final_obs, row.before, none, step.final_ok & step.valid, spec)
+    return shown or stack_fault("final_obs", step.final_obs, row.before, none, step.final_ok & step.valid, spec.obs)
 
 
-def stack_fault(name: str, obs: Obs, before: Obs, begins: Tensor, asked: Tensor, spec: EnvSpec) -> str:
-    """Check the older frames of stacks [N, stack, ...]: zeros where an episode begins, else the newest of ``before``.
+def stack_fault(name: str, obs: Obs, before: Obs, begins: Tensor, asked: Tensor, groups: Mapping[str, ObsSpec]) -> str:
+    """Check the older frames of stacks [N, ...]: ``fill`` where an episode begins, else the newest of ``before``.
 
     Args:
         begins: [N] bool, an episode begins in this row; asked: [N] bool, rows to check.
     """
-    for key, part in spec.obs.items():
+    for key, part in groups.items():
         if part.stack > 1:
-            older, kept = obs[key][:, :-1], before[key][:, 1:]
-            blank = differs(older, torch.zeros_like(older)) & begins & asked
-            if blank.any():
-                return f"older frames of {name}[{key}] are not zeros where an episode begins{where(blank)}"
+            shown = frames_of(obs[key], part)
+            older, kept = shown[:, :-1], frames_of(before[key], part)[:, 1:]
+            fill = shown[:, -1:].expand_as(older) if part.fill == "first" else torch.zeros_like(older)
+            wrong = differs(older, fill) & begins & asked
+            if wrong.any():
+                what = "zeros" if part.fill == "zeros" else "its first frame"
+                return f"older frames of {name}[{key}] are not {what} where an episode begins{where(wrong)}"
             moved = differs(older, kept) & ~begins & asked
             if moved.any():
                 return f"older frames of {name}[{key}] are not the newest of the observation before{where(moved)}"

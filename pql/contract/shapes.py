@@ -6,8 +6,11 @@ This file runs on Python 3.8 with only the standard library, for simulators and 
 
 from __future__ import annotations
 
-from typing import Any, Callable, Mapping
+from typing import Any, Callable, Mapping, Sequence
 
+from pql.errors import nearest
+
+FILLS = ("zeros", "first")
 FLAGS = ("terminated", "truncated", "first", "final_ok", "valid")
 Judge = Callable[[str, Any, "tuple[int, ...]", Any], str]
 
@@ -44,3 +47,17 @@ def log_keys_fault(log: Any, spec: Any, of: Judge, real: Any) -> str:
         have = sorted(log) if isinstance(log, Mapping) else f"of a {type(log).__name__}"
         return f"log has keys {have}, spec.log says {keys}"
     return next(filter(None, (of(f"log[{k}]", v, (spec.num_envs,), real) for k, v in log.items())), "")
+
+
+def stack_fault(shape: Sequence[int], stack: int, terms: Sequence[int], fill: str) -> tuple[str, str] | None:
+    """Return the first field of an ``ObsSpec`` that does not fit the others, and what it may be; None: all do."""
+    if fill not in FILLS:
+        return "fill", f"one of {', '.join(FILLS)}{nearest(str(fill), FILLS)}"
+    size = shape[0] if shape else 1
+    if terms and len(shape) != 1:
+        return "terms", "none: only a flat history, shape (S * D,), has terms"
+    if terms and not (min(terms) > 0 and sum(terms) * stack == size):
+        return "terms", f"widths from 1 on, of which stack={stack} times the sum is {size}, the size of the history"
+    if len(shape) == 1:
+        return None if stack > 0 and size % stack == 0 else ("stack", f"a divisor of {size}, the size of the history")
+    return None if stack in (1, size) else ("stack", f"{size}, the first axis of shape, or 1: nothing is stacked")

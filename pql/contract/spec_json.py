@@ -25,12 +25,17 @@ def _action_to_dict(space: Action) -> dict[str, Any]:
 
 def _group_to_dict(group: ObsSpec) -> dict[str, Any]:
     plain = {"shape": list(group.shape), "dtype": str(group.dtype).removeprefix("torch.")}
-    return plain if group.stack == 1 else {**plain, "stack": group.stack}
+    layout = {"stack": group.stack, "terms": list(group.terms), "fill": group.fill}
+    return {**plain, **{k: v for k, v in layout.items() if v not in (1, [], "zeros")}}
+
+
+def _group(shape: Any, dtype: str, stack: int = 1, terms: Any = (), fill: Any = "zeros", **_: Any) -> ObsSpec:
+    return ObsSpec(tuple(shape), getattr(torch, dtype), stack, tuple(terms), fill)
 
 
 def spec_from_dict(data: Mapping[str, Any]) -> EnvSpec:
     """Return the specification stored by :func:`spec_to_dict`, for one environment on the CPU."""
-    obs = {k: ObsSpec(tuple(s["shape"]), getattr(torch, s["dtype"]), s.get("stack", 1)) for k, s in data["obs"].items()}
+    obs = {k: _group(**s) for k, s in data["obs"].items()}
     size, limit = data["action"], data["max_episode_steps"]
     facts = {k: data.get(f"action_{k}") for k in ("low", "high", "center", "start")}
     names = {"discrete": "n", "multi_discrete": "nvec"}

@@ -1,36 +1,28 @@
 """Storage of frame stacks in a replay ring.
 
 An observation of the last S frames shares S - 1 of them with the next one. A ring therefore stores only each row's
-newest frame; a stack is gathered on sampling from rows t - S + 1 .. t. Frames from before the episode, which the
-environment returned as zeros, are read from one blank cell at the end of the ring. ::
+newest frame; a stack is gathered on sampling from rows t - S + 1 .. t. Frames from before the episode are read from
+one blank cell at the end of the ring if the environment returned zeros, or from the episode's first row if it repeats
+that frame (``ObsSpec.fill``). ::
 
     row          5       6       7       8       9
     frame        a       b       c       d       e
     NEXT_FIRST           x                               an episode begins with c
-    stack of 9   .       .       c       d       e       S = 4: blank, c, d, e
+    stack of 9   .       .       c       d       e       S = 4: blank, c, d, e; or c, c, d, e
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from pql.contract.env import ObsSpec
+from pql.contract.stacks import newest_frame
 from pql.nets.cnn import reduced
 from pql.nets.encoders import channels_last, is_image
 
 CHUNK = 4096  # images that are reduced at once
-
-
-def kept_shape(spec: ObsSpec) -> tuple[int, ...]:
-    """Return the stored shape of an observation: one frame if it is a stack, else its full shape."""
-    return spec.shape[1:] if spec.stack > 1 else spec.shape
-
-
-def newest_frame(obs: Tensor, stack: int) -> Tensor:
-    """Return the stored part of observations: the newest frame of a stack, else all. [n, ...] -> [n, ...]."""
-    return obs[:, -1] if stack > 1 else obs
 
 
 def stored_spec(spec: ObsSpec, side: int | None) -> ObsSpec:
@@ -60,8 +52,11 @@ def in_parts(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     return torch.cat([fitted(part, shape) for part in x.split(CHUNK)])
 
 
-def as_stored(rows: Tensor, store: Tensor) -> Tensor:
-    """Return saved rows [n, ...] for ``store``; whole images, which older releases saved, are reduced."""
+def as_stored(rows: Tensor, store: Tensor, spec: ObsSpec | None) -> Tensor:
+    """Return saved rows [n, ...] for ``store``, of a group's ``spec`` if they are observations. Older releases saved
+    whole images, which are reduced, and whole histories of vectors, of which the newest frame is taken."""
+    if spec is not None and spec.stack > 1 and rows.shape[1:] == spec.shape != store.shape[1:]:
+        return newest_frame(rows, spec)
     same = rows.shape[1:] == store.shape[1:] or rows.dim() != store.dim() or rows.dtype != torch.uint8
     return rows if same else in_parts(rows, tuple(store.shape[1:]))
 
@@ -94,15 +89,18 @@ class Stacker:
         depth: S, frames of the largest stack.
         blank: the cell of zeros.
         same_episode: [32] bool, a flag's meaning (see ``pql.data.flags.RULES``).
+        fills: ``ObsSpec.fill`` of the stacks.
     """
 
-    def __init__(self, depth: int, rows: int, num_envs: int, blank: int, same_episode: Tensor):
-        self.depth, self.rows, self.num_envs, self.blank = depth, rows, num_envs, blank
+    def __init__(
+        self, depth: int, rows: int, num_envs: int, blank: int, same_episode: Tensor, fills: Collection[str]
+    ) -> None:
+        self.depth, self.rows, self.num_envs, self.blank, self.fills = depth, rows, num_envs, blank, fills
         self._same_episode = same_episode
         self._back = torch.arange(depth - 1, -1, -1, device=same_episode.device)
 
-    def cells(self, flags: Tensor, row: Tensor, column: Tensor) -> Tensor:
-        """Return the cells of the S newest frames at ``row`` of ``column`` (both [B]), oldest first: [B, S].
+    def cells(self, flags: Tensor, row: Tensor, column: Tensor) -> dict[str, Tensor]:
+        """Return the cells of the S newest frames at ``row`` of ``column`` (both [B]), oldest first: fill -> [B, S].
 
         Args:
             flags: packed flags of all cells; read only for the S - 1 rows before ``row``, which must not be written to
@@ -115,4 +113,8 @@ class Stacker:
         shown = self._same_episode.index_select(0, found).view_as(before) & (rows[:, :-1] >= 0)
         for i in range(self.depth - 3, -1, -1):  # a frame is visible if all newer ones are
             shown[:, i] &= shown[:, i + 1]
-        return torch.cat((torch.where(shown, before, self.blank), cells[:, -1:]), 1)
+        hidden: dict[str, int | Tensor] = {"zeros": self.blank}
+        if "first" in self.fills:
+            begun = (row - shown.sum(1)) % self.rows  # [B] place of the oldest visible frame
+            hidden["first"] = torch.add(column, begun, alpha=self.num_envs).unsqueeze(1)
+        return {k: torch.cat((torch.where(shown, before, hidden[k]), cells[:, -1:]), 1) for k in self.fills}

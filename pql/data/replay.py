@@ -26,14 +26,17 @@ from typing import NamedTuple
 import torch
 from torch import Generator, Tensor
 
+from pql.contract.stacks import kept_shape, newest_frame, stacked
 from pql.data.flags import ENDS, NEXT_FIRST, OLDER_FINAL_OK, Packer, tables
-from pql.data.frames import Stacker, as_stored, deepest, fitted, kept_shape, newest_frame, put
+from pql.data.frames import Stacker, as_stored, deepest, fitted, put
 from pql.data.normalize import clip
 from pql.data.sizes import ReplayLayout, action_store, storage_dtype
 from pql.data.store import Store
 from pql.types import Acted, Batch, Obs, ObsBatch, Rows, Step, fill
 
 Triple = tuple[Tensor, Tensor, Tensor]
+Stacks = dict[str, Tensor]
+"""Cells of frame stacks, [B, S], by ``ObsSpec.fill``."""
 
 
 class Cursor:
@@ -113,7 +116,8 @@ class Replay(Store):
         self.specs, self.stacks = obs, {k: s.stack for k, s in obs.items()}
         depth = deepest(obs.values())
         self.guard = layout.horizon + depth  # rows that the collector may overwrite
-        self._stacker = Stacker(depth, rows, num_envs, cells, self._rules["same episode"]) if depth > 1 else None
+        fills = {s.fill for s in obs.values() if s.stack > 1}
+        self._stacker = Stacker(depth, rows, num_envs, cells, self._rules["same episode"], fills) if fills else None
 
     @property
     def reach(self) -> int:
@@ -190,7 +194,7 @@ class Replay(Store):
 
     def _write_obs(self, index: Tensor, obs: Obs) -> None:
         for name, store in self.obs.items():
-            frames = fitted(newest_frame(obs[name], self.stacks[name]), store.shape[1:])
+            frames = fitted(newest_frame(obs[name], self.specs[name]), store.shape[1:])
             put(store, index, frames.to(store.dtype))
 
     # -- sampling -------------------------------------------------------------------------------------------------
@@ -311,25 +315,27 @@ class Replay(Store):
             self._constants[n, gamma] = (steps, powers[:-1].unsqueeze(1), powers)
         return self._constants[n, gamma]
 
-    def _stack(self, row: Tensor, column: Tensor) -> Tensor | None:
-        """Return the cells of each row's frame stack [B, S]; None without stacking."""
+    def _stack(self, row: Tensor, column: Tensor) -> Stacks | None:
+        """Return the cells of each row's frame stack; None without stacking."""
         return None if self._stacker is None else self._stacker.cells(self.flags, row, column)
 
-    def _stack_pair(self, row: Tensor, last: Tensor, column: Tensor, successor: Tensor) -> Tensor | None:
+    def _stack_pair(self, row: Tensor, last: Tensor, column: Tensor, successor: Tensor) -> Stacks | None:
         """Return the frame-stack cells of windows' first rows, then of their successors, [2B, S]."""
         both = self._stack(torch.cat((row, last)), column.repeat(2))
         if both is None:
             return None
         # The successor is in the last row's episode, or its value is unused.
-        first, last = both.chunk(2)
-        return torch.cat((first, torch.cat((last[:, 1:], successor.unsqueeze(1)), 1)))
+        size, newest = row.shape[0], successor.unsqueeze(1)
+        return {k: torch.cat((v[:size], torch.cat((v[size:, 1:], newest), 1))) for k, v in both.items()}
 
-    def _gather(self, cell: Tensor, stack: Tensor | None) -> Obs:
+    def _gather(self, cell: Tensor, stack: Stacks | None) -> Obs:
         """Gather observations [B, ...] at ``cell`` [B], and those of stacked groups at ``stack`` [B, S]."""
         out: Obs = {}
         for k, store in self.obs.items():
-            index = cell if stack is None or self.stacks[k] == 1 else stack[:, -self.stacks[k] :]
+            spec = self.specs[k]
+            index = cell if stack is None or spec.stack == 1 else stack[spec.fill][:, -spec.stack :]
             rows = store.index_select(0, index.reshape(-1)).view(*index.shape, *store.shape[1:])
+            rows = rows if index is cell else stacked(rows, spec)
             # Networks never see half-precision storage; uint8 frames stay uint8.
             out[k] = rows.float() if rows.is_floating_point() else rows
         return out
@@ -366,7 +372,7 @@ class Replay(Store):
         for name, store in self._by_row().items():
             # Release 0.1 saved final observations behind the rows.
             saved = state[name][: self.rows * n] if name.startswith("obs.") else state[name]
-            fill(name, store, as_stored(saved, store), least)
+            fill(name, store, as_stored(saved, store, self.specs.get(name.removeprefix("obs."))), least)
         if bool((self.flags & OLDER_FINAL_OK).any()):
             self.flags.copy_(converted(self.flags))
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pql.contract.env import ObsSpec
-from pql.data.frames import kept_shape
+from pql.contract.stacks import kept_shape
 from pql.errors import ConfigError, gib
 
 

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from pql.config.files import check_header, expanded
 from pql.contract.env import ObsSpec
+from pql.contract.stacks import kept_shape
 from pql.data import tensorfile
 from pql.data.flags import NEXT_FIRST, TERMINATED, TRUNCATED, VALID
-from pql.data.frames import in_parts, kept_shape
+from pql.data.frames import in_parts
 from pql.data.replay import Replay
 from pql.errors import ConfigError, nearest
 

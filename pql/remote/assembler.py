@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pql.contract.env import EnvSpec
-from pql.data.frames import kept_shape
+from pql.remote.protocol import frames_sent
 from pql.remote.slot_table import Answer
 from pql.types import Obs, Step
 
@@ -50,9 +50,10 @@ class Part:
 
         self.flags = buffer(5, self.n, dtype=torch.bool)
         self.numbers = buffer(1 + len(spec.log), self.n, dtype=torch.float32)  # rewards, then log terms
-        self.newest = {k: v[:, -1] if spec.obs[k].stack > 1 else v for k, v in shown.items()}
+        self.stacks = {k for k, s in spec.obs.items() if frames_sent(s.shape, s.stack) > 1}  # others come whole
+        self.newest = {k: v[:, -1] if k in self.stacks else v for k, v in shown.items()}
         # On the CPU frames are written directly into the observations.
-        frames = {k: buffer(self.n, *kept_shape(s), dtype=s.dtype) for k, s in spec.obs.items()} if pin else self.newest
+        frames = {k: buffer(*v.shape, dtype=v.dtype) for k, v in self.newest.items()} if pin else self.newest
         self.frames = frames
         self.finals = {k: buffer(*v.shape, dtype=v.dtype) for k, v in frames.items()}
         self.host: dict[str, Any] = {k: v.numpy() for k, v in frames.items()}
@@ -95,14 +96,13 @@ class Part:
             for older, newer in self._steps_back(at.start, at.stop):
                 older.copy_(newer)
             return
-        for k, spec in self.spec.obs.items():
-            if spec.stack > 1:
-                self.shown[k][at, :-1] = self.shown[k][at, 1:]  # the right side is a copy
+        for k in self.stacks:
+            self.shown[k][at, :-1] = self.shown[k][at, 1:]  # the right side is a copy
 
     def _steps_back(self, start: int, stop: int) -> list[tuple[Tensor, Tensor]]:
         """Return (target, source) views to shift frame stacks, oldest first: a single copy would overlap itself."""
         if (start, stop) not in self._pairs:
-            stacks = [v[start:stop] for k, v in self.shown.items() if self.spec.obs[k].stack > 1]
+            stacks = [v[start:stop] for k, v in self.shown.items() if k in self.stacks]
             self._pairs[start, stop] = [(v[:, i], v[:, i + 1]) for v in stacks for i in range(v.shape[1] - 1)]
         return self._pairs[start, stop]
 
@@ -136,9 +136,9 @@ class Part:
         first, ended = (torch.from_numpy(rows).to(self.device) for rows in (begun, over))
         for k, spec in self.spec.obs.items():
             shown, ends = self.shown[k], self._to_device(self.finals[k])[ended]
-            if spec.stack > 1:
+            if k in self.stacks:
                 ends = torch.cat((shown[ended, :-1], ends.unsqueeze(1)), 1)
-                shown[first, :-1] = 0
+                shown[first, :-1] = 0 if spec.fill == "zeros" else shown[first, -1:]
             if len(over):
                 final[k] = shown.clone()
                 final[k][ended] = ends

@@ -9,8 +9,9 @@ The sequence number counts these pairs. Either side may end the stream with BYE 
     actor    HELLO          OBS         STEP        STEP
     learner        WELCOME RESET     ACT         ACT         BYE
 
-Only the newest frame of a frame stack is sent; the learner rebuilds the stack. Final observations are sent only for
-rows where a new episode began. Nothing is unpickled. K is the number of an actor's environments.
+Only the newest frame of a stack is sent, and the learner rebuilds the stack; flat histories are sent whole. Final
+observations are sent only for rows where a new episode began. Nothing is unpickled. K is the number of an actor's
+environments.
 
 Both sides import this file; it needs only the standard library and NumPy.
 """
@@ -18,15 +19,16 @@ Both sides import this file; it needs only the standard library and NumPy.
 import json
 import math
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from pql.contract.robot import robot_fault
+from pql.contract.shapes import stack_fault
 from pql.remote.process.far_build import action_array
 
-VERSION = 1
+VERSION = 2
 MAGIC = b"pqlr"
 HEADER = struct.Struct("<4sHBBQQII")
 HELLO, WELCOME, RESET, OBS, ACT, STEP, BYE = range(1, 8)
@@ -145,7 +147,7 @@ def check_facts(facts: Any) -> dict[str, Any]:
     if not isinstance(facts["info"].get("symmetry", {}), Mapping):
         raise ProtocolError("specification: symmetry is no mapping")
     if "robot" in facts["info"]:
-        shapes = {k: shape for k, (shape, _, _) in facts["obs"].items()}
+        shapes = {k: shape for k, (shape, *_) in facts["obs"].items()}
         if fault := robot_fault(facts["info"]["robot"], facts["action"].get("size"), shapes):
             raise ProtocolError(f"specification: {fault}")
     return {name: facts[name] for name in RULES}
@@ -170,12 +172,12 @@ def _are_numbers(value: Any, count: Any) -> bool:
 
 
 def _is_group(value: Any) -> bool:
-    """Return True for [shape, dtype, stack] of an observation group."""
-    if not (isinstance(value, list) and len(value) == 3 and isinstance(value[0], list)):
+    """Return True for [shape, dtype, stack, terms, fill] of an observation group."""
+    if not (isinstance(value, list) and len(value) == 5 and isinstance(value[0], list) and isinstance(value[3], list)):
         return False
-    shape, dtype, stack = value
-    sizes = len(shape) <= 8 and all(map(_is_count, shape))
-    return sizes and dtype in TYPES and _is_count(stack) and (stack == 1 or shape[:1] == [stack])
+    shape, dtype, stack, terms, fill = value
+    sizes = len(shape) <= 8 and all(map(_is_count, (*shape, stack, *terms)))
+    return sizes and dtype in TYPES and isinstance(fill, str) and not stack_fault(shape, stack, terms, fill)
 
 
 def _is_obs(value: Any) -> bool:
@@ -227,8 +229,8 @@ class Layout:
         self.count: int = facts["num_envs"]
         self.terms = len(facts["log"])
         self.obs = {
-            k: (tuple(shape[1:] if stack > 1 else shape), np.dtype(dtype).newbyteorder("<"))
-            for k, (shape, dtype, stack) in facts["obs"].items()
+            k: (tuple(shape[1:] if frames_sent(shape, stack) > 1 else shape), np.dtype(dtype).newbyteorder("<"))
+            for k, (shape, dtype, stack, *_) in facts["obs"].items()
         }
         kind, one = action_array(facts["action"])
         self.action_shape: tuple[int, ...] = (self.count, *one)
@@ -320,6 +322,11 @@ class FrameReader:
         """Raise ``ProtocolError`` if bytes are left."""
         if self.at != len(self.body):
             raise ProtocolError(f"{len(self.body) - self.at} bytes too many")
+
+
+def frames_sent(shape: Sequence[int], stack: int) -> int:
+    """Return S if only the newest of S frames is sent; 1 for a flat history, which is sent whole."""
+    return stack if len(shape) > 1 else 1
 
 
 def newest_frames(obs: Mapping[str, Any], stacks: Mapping[str, int]) -> dict[str, np.ndarray]:

@@ -17,10 +17,11 @@ from pql.types import Step
 
 class Mass:
     """A mass on a line, pushed by the action; ``policy`` is its position and velocity, ``past`` its last 8 positions,
-    ``picture`` its position as a bright column of an image. 50 steps."""
+    ``picture`` its position as a bright column of an image. It begins at rest; 50 steps."""
 
     def __init__(self, num_envs, device):
-        groups = {"policy": ObsSpec((2,)), "past": ObsSpec((8,)), "picture": ObsSpec((1, 16, 16), torch.uint8)}
+        groups = {"policy": ObsSpec((2,)), "picture": ObsSpec((1, 16, 16), torch.uint8)}
+        groups["past"] = ObsSpec((8,), stack=8, fill="first")
         self.spec = EnvSpec("mass", num_envs, groups, Box(1), device, 50)
         self.gen = torch.Generator()
 
@@ -28,8 +29,8 @@ class Mass:
         if seed is not None:
             self.gen.manual_seed(seed)
         n = self.spec.num_envs
-        self.x, self.v = (torch.rand(n, generator=self.gen) * 2 - 1 for _ in range(2))
-        self.past, self.t = self.x[:, None] - 0.1 * self.v[:, None] * torch.arange(7, -1, -1), 0
+        self.x, self.v = torch.rand(n, generator=self.gen) * 4 - 2, torch.zeros(n)
+        self.past, self.t = self.x[:, None].repeat(1, 8), 0
         return self.obs()
 
     def obs(self):

@@ -63,7 +63,7 @@ def test_pixel_actors_send_the_newest_frames_alone():
     facts = {
         "name": "pong",
         "num_envs": 32,
-        "obs": {"policy": [[4, 84, 84], "uint8", 4]},
+        "obs": {"policy": [[4, 84, 84], "uint8", 4, [], "zeros"]},
         "action": {"n": 6},
         "log": [],
         "max_episode_steps": 100,
@@ -106,7 +106,7 @@ def test_frames_that_are_wrong_are_refused_in_words():
         protocol.check_facts(facts | {"action": {**box, "center": [0.0, 1.0]}, "info": {}})
     with pytest.raises(protocol.ProtocolError, match="action is missing or wrong"):  # no float holds it
         protocol.check_facts(facts | {"action": {"size": 1, "low": [-(10**400)], "high": [1]}})
-    group, nan = [[1], "float32", 1], float("nan")
+    group, nan = [[1], "float32", 1, [], "zeros"], float("nan")
     for name, value in (
         ("name", "x\x1b[2J"),
         ("name", "x\u202e"),
@@ -129,7 +129,7 @@ def test_frames_that_are_wrong_are_refused_in_words():
 
 def test_remote_environments_do_what_local_ones_do(address):
     """The same rows as in this process, stacks, final observations and log terms included."""
-    for name, kwargs in (("counter", {"restart_every": 3}), ("film:Film", {})):
+    for name, kwargs in (("counter", {"restart_every": 3}), ("film:Film", {}), ("film:Reel", {})):
         local = make_sim(name, 3, kwargs)
         with remote(address, [make_sim(name, 3, kwargs) for _ in range(2)], 6) as env:
             assert env.spec.num_envs == 6

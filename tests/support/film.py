@@ -45,3 +45,29 @@ class Film:
 
     def close(self):
         pass
+
+
+class Reel(Film):
+    """Its stacks begin with copies of the first frame; ``past`` is a flat history of two terms: a pixel, its square."""
+
+    def __init__(self, num_envs, device="cpu"):
+        super().__init__(num_envs, device)
+        obs = {
+            "policy": ObsSpec((3, 2, 2), "uint8", 3, (), "first"),
+            "past": ObsSpec((6,), "float32", 3, (1, 1), "first"),
+        }
+        self.spec = EnvSpec("reel", num_envs, obs, Discrete(2), device, max_episode_steps=4, final_obs="always")
+
+    def reset(self, seed=None):
+        return self.filled(super().reset(seed))
+
+    def step(self, action):
+        row = super().step(action)
+        return row._replace(obs=self.filled(row.obs), final_obs=self.filled(row.final_obs))
+
+    def filled(self, obs):
+        frames = obs["policy"]
+        first = frames[np.arange(len(frames)), (frames[:, :, 0, 0] > 0).argmax(1)]
+        frames = np.where(frames > 0, frames, first[:, None])
+        x = frames[:, :, 0, 0].astype(np.float32)
+        return {"policy": frames, "past": np.concatenate((x, x * x), 1)}

@@ -16,8 +16,11 @@ SPECS = {"policy": ObsSpec((2,)), "frame": ObsSpec((1, 3), torch.uint8)}
 
 
 def specs(depth=1):
-    """Return observation groups; with ``depth`` above 1, stacks of ``depth`` bytes and of two floats."""
+    """Return observation groups; with ``depth`` above 1, stacks of ``depth`` images of bytes, of two vectors, and flat
+    histories: of one term, with zeros before the episode, and of two, with its first frame."""
     stacked = {"stack": ObsSpec((depth, 1, 3), torch.uint8, depth), "pair": ObsSpec((2, 2), torch.float32, 2)}
+    stacked["past"] = ObsSpec((2 * depth,), stack=depth)
+    stacked["terms"] = ObsSpec((3 * depth,), stack=depth, terms=(1, 2), fill="first")
     return SPECS if depth == 1 else {**SPECS, **stacked}
 
 
@@ -64,7 +67,10 @@ def picture(numbers, shown=None):
     }
     if shown:
         frames = picture([shown[i] for i in numbers])
-        out |= {"stack": frames["frame"], "pair": frames["policy"][:, -2:]}
+        begun = torch.tensor([[j or next(filter(None, shown[i]), 0) for j in shown[i]] for i in numbers])
+        two = [torch.stack((-row, row % 7), 1).flatten() for row in begun]
+        out |= {"stack": frames["frame"], "pair": frames["policy"][:, -2:], "past": frames["policy"].flatten(1)}
+        out["terms"] = torch.cat((begun, torch.stack(two)), 1).float()
     return out
 
 

@@ -16,6 +16,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.wrappers import FlattenObservation, FrameStackObservation
 
 from pql.contract.plain import Box, Discrete, EnvSpec, MultiDiscrete, ObsSpec
 from pql.contract.registry import import_name
@@ -258,7 +259,7 @@ def _spec(
     return EnvSpec(
         name=name,
         num_envs=num_envs,
-        obs={k: ObsSpec(*part) for k, part in obs_parts(seen).items()},
+        obs={k: ObsSpec(*part, **stack_fields(env)) for k, part in obs_parts(seen).items()},
         action=action_spec(action),
         device="cpu",
         max_episode_steps=limit if limit and limit > 0 else None,
@@ -267,6 +268,14 @@ def _spec(
         info={"dt": 1 / rate} if rate else {},
         deterministic=deterministic,
     )
+
+
+def stack_fields(env: Any) -> dict[str, Any]:
+    """Return the stack of ``ObsSpec`` if the outermost wrapper is gymnasium's ``FrameStackObservation``, flattened or
+    not; else {}."""
+    env = env.env if type(env) is FlattenObservation else env
+    fill = {"reset": "first", "zero": "zeros"}.get(getattr(env, "padding_type", ""))
+    return {"stack": env.stack_size, "fill": fill} if type(env) is FrameStackObservation and fill else {}
 
 
 def resets_copies(envs: VectorEnv) -> bool:

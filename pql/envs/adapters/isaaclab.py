@@ -32,7 +32,7 @@ from pql.contract.env import EnvSpec, ObsSpec
 from pql.envs.adapters.adapt import Actions, Bound, change
 from pql.envs.adapters.managers import PLAIN, Course, Log, Stages, picture
 from pql.envs.adapters.quiet import quiet
-from pql.envs.adapters.robot import managed_robot, with_symmetry
+from pql.envs.adapters.robot import managed_robot, with_stacks, with_symmetry
 from pql.errors import ConfigError, nearest
 from pql.types import Obs, Step, chosen
 
@@ -188,8 +188,9 @@ class Managed:
         self.actions = Actions(env, action_bound)
         obs, extras = env.reset()
         self.log, shapes, limit = Log(name, env), group_specs(obs), int(env.max_episode_length)
-        self._learn_log(extras)
         self.seen = copies(obs)  # [N, ...] as last returned
+        after, over = self._learn_log(extras)
+        shapes = with_stacks(shapes, self.robot, self.seen, copies(after), over)
         if self.stages.counted:
             self.progress, self.load_progress = self.stages.progress, self.stages.load_progress
         if "env_ids" in inspect.signature(env.reset).parameters and self.scoped(env):
@@ -205,17 +206,19 @@ class Managed:
         """Return True if a reset of single environments leaves the histories of the others alone."""
         return group_with_history(env.cfg) is None
 
-    def _learn_log(self, extras: Mapping[str, Any]) -> None:
+    def _learn_log(self, extras: Mapping[str, Any]) -> tuple[Mapping[str, Tensor], Tensor]:
         """Find the log's terms: those of a reset, then, from a step without actions, those of a step. The counters are
-        set back."""
+        set back. Returns the step's observations, and where episodes ended, [N] bool."""
         env, names = self.env, ("common_step_counter", "_sim_step_counter")
         counters = {name: getattr(env, name) for name in names if hasattr(env, name)}
         self.log.add_reset(extras)
         still = torch.zeros(env.num_envs, self.actions.spec.size, device=env.device)
-        *_, terminated, time_outs, extras = env.step(self.actions(still))
-        self.log.add_step(extras, bool((terminated | time_outs).any()))
+        obs, _, terminated, time_outs, extras = env.step(self.actions(still))
+        over = terminated | time_outs
+        self.log.add_step(extras, bool(over.any()))
         for name, count in counters.items():
             setattr(env, name, count)
+        return obs, over
 
     def reset(self, seed: int | None = None) -> Obs:
         """Reset all environments. ``seed`` seeds torch's global generator, among others."""

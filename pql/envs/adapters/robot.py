@@ -13,9 +13,12 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from pql.contract.env import ObsSpec
 from pql.contract.robot import RobotRecord, Term
+from pql.contract.rules import stack_fault
 from pql.contract.symmetry import of_robot
 from pql.errors import ConfigError, PqlWarning, nearest
+from pql.types import Obs
 
 E = TypeVar("E", bound=Any)
 
@@ -80,6 +83,30 @@ def managed_robot(env: Any, runtime: str) -> RobotRecord | None:
         told = f"this version of {runtime} has other managers, so exports lack the robot's record"
         warnings.warn(f"{told} ({type(error).__name__}: {error})", PqlWarning, stacklevel=3)
         return None
+
+
+def with_stacks(
+    specs: Mapping[str, ObsSpec], robot: RobotRecord | None, before: Obs, after: Obs, over: Tensor
+) -> dict[str, ObsSpec]:
+    """Declare the stacks of groups of which every term has the same history, which begins with copies of its first
+    frame. Not if this simulator's differ.
+
+    Args:
+        before: observations of a reset, [N, ...]; after: of the step that followed it.
+        over: [N] bool, episodes that ended in this step.
+    """
+    found, every = dict(specs), torch.ones_like(over)
+    for name, terms in ({} if robot is None else robot["terms"]).items():
+        if name not in specs or len({(term["history"], term["flatten"]) for term in terms}) != 1:
+            continue
+        count, flat, widths = terms[0]["history"], terms[0]["flatten"], tuple(term["width"] for term in terms)
+        if count < 2 or specs[name].shape != ((count * sum(widths),) if flat else (count, sum(widths))):
+            continue
+        group = {name: replace(specs[name], stack=count, terms=widths if flat else (), fill="first")}
+        begun, moved = (before, before, every, every), (after, before, ~every, ~over)
+        if not any(stack_fault("", *given, group) for given in (begun, moved)):
+            found |= group
+    return found
 
 
 def with_symmetry(env: E, mirror: Mapping[str, Any] | None) -> E:

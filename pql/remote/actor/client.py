@@ -85,7 +85,7 @@ class ActorClient:
         for group in self.facts["obs"].values():
             group[1] = "float32" if group[1].startswith("float") else group[1]  # the library uses float32 throughout
         self.layout = protocol.Layout(self.facts)
-        self.stacks = {k: s.stack for k, s in sim.spec.obs.items()}
+        self.stacks = {k: protocol.frames_sent(s.shape, s.stack) for k, s in sim.spec.obs.items()}
         self.credentials = None if ca is None else grpc.ssl_channel_credentials(ca)
         if token is not None and ca is None and not address.startswith(LOOPBACK):
             raise ConfigError("--ca", None, "a file: a token is not sent to another machine without TLS")

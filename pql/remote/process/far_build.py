@@ -76,7 +76,13 @@ def describe_simulator(spec: Any) -> dict[str, Any]:
         "name": spec.name,
         "num_envs": int(spec.num_envs),
         "obs": {
-            name: [[int(n) for n in part.shape], dtype_name(part.dtype), int(getattr(part, "stack", 1))]
+            name: [
+                [int(n) for n in part.shape],
+                dtype_name(part.dtype),
+                int(getattr(part, "stack", 1)),
+                [int(n) for n in getattr(part, "terms", ())],
+                str(getattr(part, "fill", "zeros")),
+            ]
             for name, part in spec.obs.items()
         },
         "action": describe_action(spec.action),
@@ -152,7 +158,7 @@ def layout(spec: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
         "rows": ("int64", [n]),
     }
     for prefix in ("obs", "final"):
-        for name, (shape, dtype, _) in spec["obs"].items():
+        for name, (shape, dtype, *_) in spec["obs"].items():
             fields[f"{prefix}.{name}"] = (dtype, [n, *shape])
 
     places, offset = {}, 0

@@ -210,7 +210,10 @@ def reader(shared: Tensor, device: torch.device) -> Callable[[], Tensor]:
 def read_spec(facts: Mapping[str, Any], device: torch.device) -> EnvSpec:
     """Return the specification from the output of ``far_build.describe_simulator``."""
     fixed = {k: facts[k] for k in ("name", "num_envs", "max_episode_steps", "autoreset", "final_obs", "deterministic")}
-    obs = {k: ObsSpec(tuple(shape), getattr(torch, dtype), stack) for k, (shape, dtype, stack) in facts["obs"].items()}
+    obs = {
+        k: ObsSpec(tuple(shape), getattr(torch, dtype), stack, tuple(terms), fill)
+        for k, (shape, dtype, stack, terms, fill) in facts["obs"].items()
+    }
     log = dict(facts["log"]) if isinstance(facts["log"], Mapping) else tuple(facts["log"])
     more: dict[str, Any] = {"log": log, "info": dict(facts["info"])}
     return EnvSpec(**fixed, obs=obs, action=action_of(facts["action"]), device=device, **more)
