@@ -47,6 +47,15 @@ def stacked(frames: Tensor, spec: ObsSpec) -> Tensor:
     return joined([part.flatten(1) for part in frames.split(terms, -1)])
 
 
+def order_of(spec: ObsSpec, device: torch.device) -> Tensor | None:
+    """Return the places in a stack's frames, [S * D], of the numbers of a flat history: one gather instead of a copy
+    for each term. None where :func:`stacked` copies nothing."""
+    if len(widths(spec)) < 2:
+        return None
+    places = torch.arange(spec.shape[0], device=device).view(1, spec.stack, -1)
+    return stacked(places, spec).squeeze(0)
+
+
 def of_terms(obs: Tensor, terms: tuple[int, ...], stack: int) -> tuple[Tensor, ...]:
     """Return the histories of the terms, [n, S * D] -> [n, S * width] each."""
     return obs.split([stack * w for w in terms], 1)

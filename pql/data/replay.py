@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Generator, Tensor
 
-from pql.contract.stacks import kept_shape, newest_frame, stacked
+from pql.contract.stacks import kept_shape, newest_frame, order_of, stacked
 from pql.data.flags import ENDS, NEXT_FIRST, OLDER_FINAL_OK, Packer, tables
 from pql.data.frames import Stacker, as_stored, deepest, fitted, put
 from pql.data.normalize import clip
@@ -114,6 +114,7 @@ class Replay(Store):
         self._rules, self._pack = tables(device), Packer(layout.fillers, device)
         self._constants: dict[tuple[int, float], Triple] = {}
         self.specs, self.stacks = obs, {k: s.stack for k, s in obs.items()}
+        self._orders = {k: order_of(s, device) for k, s in obs.items()}
         depth = deepest(obs.values())
         self.guard = layout.horizon + depth  # rows that the collector may overwrite
         fills = {s.fill for s in obs.values() if s.stack > 1}
@@ -240,7 +241,9 @@ class Replay(Store):
         """Return the n-step windows that begin at ``row`` of ``column`` (both [B])."""
         window = self.targets(cursor, row, column, head, n, gamma)
         cursor.lost += window.lost.sum()
-        stacks = self._stack_pair(row, window.last, column, window.successor)
+        stacks = None
+        if self._stacker is not None:
+            stacks = self._stack(torch.cat((row, window.last + 1)), column.repeat(2))
         both = self._gather(torch.cat((window.cell, window.successor)), stacks)
         size = row.shape[0]
         obs, next_obs = {k: v[:size] for k, v in both.items()}, {k: v[size:] for k, v in both.items()}
@@ -319,23 +322,17 @@ class Replay(Store):
         """Return the cells of each row's frame stack; None without stacking."""
         return None if self._stacker is None else self._stacker.cells(self.flags, row, column)
 
-    def _stack_pair(self, row: Tensor, last: Tensor, column: Tensor, successor: Tensor) -> Stacks | None:
-        """Return the frame-stack cells of windows' first rows, then of their successors, [2B, S]."""
-        both = self._stack(torch.cat((row, last)), column.repeat(2))
-        if both is None:
-            return None
-        # The successor is in the last row's episode, or its value is unused.
-        size, newest = row.shape[0], successor.unsqueeze(1)
-        return {k: torch.cat((v[:size], torch.cat((v[size:, 1:], newest), 1))) for k, v in both.items()}
-
     def _gather(self, cell: Tensor, stack: Stacks | None) -> Obs:
         """Gather observations [B, ...] at ``cell`` [B], and those of stacked groups at ``stack`` [B, S]."""
         out: Obs = {}
         for k, store in self.obs.items():
-            spec = self.specs[k]
+            spec, order = self.specs[k], self._orders[k]
             index = cell if stack is None or spec.stack == 1 else stack[spec.fill][:, -spec.stack :]
             rows = store.index_select(0, index.reshape(-1)).view(*index.shape, *store.shape[1:])
-            rows = rows if index is cell else stacked(rows, spec)
+            if order is not None:
+                rows = rows.flatten(1).index_select(1, order)
+            elif spec.stack > 1:
+                rows = stacked(rows, spec)
             # Networks never see half-precision storage; uint8 frames stay uint8.
             out[k] = rows.float() if rows.is_floating_point() else rows
         return out

@@ -10,6 +10,8 @@ from pql.contract.env import Box, Discrete, EnvSpec, ObsSpec
 from pql.contract.spec_json import spec_from_dict, spec_to_dict
 from pql.data.frames import eights, put
 from pql.data.sizes import ReplayLayout, preflight, replay_bytes
+from pql.engine.tape import Tape
+from pql.run.store.manifest import check_spec_dict
 
 ATARI = {"policy": ObsSpec((4, 84, 84), torch.uint8, stack=4)}
 KINDS = ("step", "step", "step", "terminate", "truncate", "life", "lose", "restart")
@@ -36,6 +38,21 @@ def test_frames_in_flight_are_never_read(head):
     ring.check(batch, 0, 1, 0.9)
 
 
+def test_draws_of_stacks_are_captured():
+    """As in a CUDA graph: no value is read back, and what is drawn follows the memory."""
+    ring, gen = Recorded(2, 20, 3, depth=4), torch.Generator().manual_seed(0)
+    ring.seal()
+    with Tape([gen]) as tape:
+        batch = ring.replay.sample(ring.cursor, 32, 3, 0.9, gen)
+    for kind in ("step", "terminate", "truncate", "step", "step", "life"):
+        ring.insert([kind, "step"])
+        ring.seal()
+        before = int(ring.cursor.lost)
+        tape.replay()
+        kinds = ring.check(batch, int(ring.cursor.lost) - before, 3, 0.9)
+    assert {"plain", "final", "terminated"} <= set(kinds)
+
+
 # --- memory ---
 
 
@@ -48,10 +65,18 @@ def test_a_million_frames_fit_in_7_2_gigabytes():
         assert 7.05e9 < need * 1_000_000 / (rows * num_envs) <= 7.2e9
 
 
+def test_a_million_histories_of_eight_times_48_numbers_take_a_sixth():
+    groups = [{"policy": ObsSpec((384,), stack=count)} for count in (8, 1)]
+    layouts = [ReplayLayout(group, 12, 4096, 1_000_000 // 4096, 3, True) for group in groups]
+    assert [*map(replay_bytes, layouts)] == pytest.approx([0.245e9, 1.588e9], rel=1e-3)
+
+
 def test_a_checkpoint_remembers_which_groups_are_stacks():
     for action in (Box(2), Discrete(6)):
-        spec = EnvSpec("game", 1, {**ATARI, "state": ObsSpec((4,))}, action, CPU)
+        flat = ObsSpec((12,), stack=4, terms=(1, 2), fill="first")
+        spec = EnvSpec("game", 1, {**ATARI, "state": ObsSpec((4,)), "flat": flat}, action, CPU)
         assert spec_from_dict(spec_to_dict(spec)).obs == spec.obs
+        check_spec_dict(spec_to_dict(spec))
     assert "stack" not in spec_to_dict(spec)["obs"]["state"]  # as in checkpoints from before there were stacks
 
 

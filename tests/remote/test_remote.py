@@ -129,7 +129,7 @@ def test_frames_that_are_wrong_are_refused_in_words():
 
 def test_remote_environments_do_what_local_ones_do(address):
     """The same rows as in this process, stacks, final observations and log terms included."""
-    for name, kwargs in (("counter", {"restart_every": 3}), ("film:Film", {}), ("film:Reel", {})):
+    for name, kwargs in (("counter", {"restart_every": 3}), ("film:Film", {}), ("film:Film", {"fill": "first"})):
         local = make_sim(name, 3, kwargs)
         with remote(address, [make_sim(name, 3, kwargs) for _ in range(2)], 6) as env:
             assert env.spec.num_envs == 6
