@@ -15,7 +15,7 @@ from torch import Tensor
 from pql.collect.collector import Collector
 from pql.collect.nonfinite import LARGEST, all_finite
 from pql.contract.env import Discrete, EnvSpec, ObsSpec
-from pql.contract.stacks import frames_of, kept_shape, stacked
+from pql.contract.stacks import frames_of, from_frames, kept_shape
 from pql.data.flags import NEXT_FIRST, TERMINATED, VALID, tables
 from pql.data.frames import Stacker, deepest
 from pql.data.normalize import Normalizer
@@ -140,7 +140,7 @@ def observe_recorded(normalizer: Normalizer, taken: Transitions, used: Tensor, s
     """Update observation statistics with the transitions ``used`` [M]."""
     seen, device = {k: v for k, v in spec.obs.items() if k in normalizer.moments}, normalizer.reward_scale.device
     for part in used.split(CHUNK):
-        shown = {k: stacked(taken.frames[k][taken.obs[k][part]], s) for k, s in seen.items()}
+        shown = {k: from_frames(taken.frames[k][taken.obs[k][part]], s) for k, s in seen.items()}
         normalizer.observe({k: v.to(device) for k, v in shown.items()})
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pql.contract.registry import check_chosen, check_keywords, find_factory, import_name
-from pql.contract.shapes import stack_fault
+from pql.contract.shapes import layout_fault
 from pql.errors import ConfigError, PqlWarning, nearest
 from pql.types import Obs, Step
 
@@ -46,7 +46,7 @@ class ObsSpec:
     fill: Literal["zeros", "first"] = "zeros"
 
     def __post_init__(self) -> None:
-        if fault := stack_fault(self.shape, self.stack, self.terms, self.fill):
+        if fault := layout_fault(self.shape, self.stack, self.terms, self.fill):
             raise ConfigError(f"ObsSpec.{fault[0]}", getattr(self, fault[0]), fault[1])
 
     def read_dtype(self, integers: bool = True) -> torch.dtype:

@@ -146,10 +146,11 @@ def check_answer(method: str, answer: Any, spec: EnvSpec, rows: int | None = Non
 
 
 def check_stacks(method: str, obs: Obs, before: Obs, begins: Tensor, asked: Tensor, spec: EnvSpec) -> None:
-    """Check the stacks that ``reset`` or ``step`` returned, from which a replay keeps the newest frames only.
+    """Check the stacks [N, ...] that ``reset`` or ``step`` returned, of which a replay keeps the newest frames only. It
+    waits for the device if there are any.
 
-    It waits for the device if there are any. Arguments as of :func:`stack_fault`.
-
+    Args:
+        before, begins, asked: see :func:`stack_fault`.
     Raises:
         ConfigError: their older frames are not those that the replay would rebuild.
     """

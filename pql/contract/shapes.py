@@ -49,7 +49,7 @@ def log_keys_fault(log: Any, spec: Any, of: Judge, real: Any) -> str:
     return next(filter(None, (of(f"log[{k}]", v, (spec.num_envs,), real) for k, v in log.items())), "")
 
 
-def stack_fault(shape: Sequence[int], stack: int, terms: Sequence[int], fill: str) -> tuple[str, str] | None:
+def layout_fault(shape: Sequence[int], stack: int, terms: Sequence[int], fill: str) -> tuple[str, str] | None:
     """Return the first field of an ``ObsSpec`` that does not fit the others, and what it may be; None: all do."""
     if fill not in FILLS:
         return "fill", f"one of {', '.join(FILLS)}{nearest(str(fill), FILLS)}"

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Generator, Tensor
 
-from pql.contract.stacks import kept_shape, newest_frame, order_of, stacked
+from pql.contract.stacks import from_frames, kept_shape, newest_frame, order_of
 from pql.data.flags import ENDS, NEXT_FIRST, OLDER_FINAL_OK, Packer, tables
 from pql.data.frames import Stacker, as_stored, deepest, fitted, put
 from pql.data.normalize import clip
@@ -332,7 +332,7 @@ class Replay(Store):
             if order is not None:
                 rows = rows.flatten(1).index_select(1, order)
             elif spec.stack > 1:
-                rows = stacked(rows, spec)
+                rows = from_frames(rows, spec)
             # Networks never see half-precision storage; uint8 frames stay uint8.
             out[k] = rows.float() if rows.is_floating_point() else rows
         return out

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pql.contract.robot import robot_fault
-from pql.contract.shapes import stack_fault
+from pql.contract.shapes import layout_fault
 from pql.remote.process.far_build import action_array
 
 VERSION = 2
@@ -177,7 +177,7 @@ def _is_group(value: Any) -> bool:
         return False
     shape, dtype, stack, terms, fill = value
     sizes = len(shape) <= 8 and all(map(_is_count, (*shape, stack, *terms)))
-    return sizes and dtype in TYPES and isinstance(fill, str) and not stack_fault(shape, stack, terms, fill)
+    return sizes and dtype in TYPES and isinstance(fill, str) and not layout_fault(shape, stack, terms, fill)
 
 
 def _is_obs(value: Any) -> bool:

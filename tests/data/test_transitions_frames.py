@@ -143,6 +143,7 @@ def test_recorded_stacks_come_back_whole(tmp_path, shuffled):
         assert batch.discount[k] == (0 if i in (4, 9) else 0.5)
         if i not in (4, 9):
             assert_shows(batch.next_obs, k, number + 1, shown)
+    torch.testing.assert_close(collector.normalizer.moments["terms"].mean.float(), data["obs.terms"].mean(0))
     moments = collector.normalizer.moments["pair"]
     assert moments.count == 15
     assert moments.mean[1, 0].item() == pytest.approx(sum(numbers) / 15)

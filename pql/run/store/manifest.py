@@ -14,7 +14,7 @@ from pql.config import Config, fingerprint, from_dict, leaves, to_dict
 from pql.config.families import record_of
 from pql.config.files import check_tree, parse_json, walk
 from pql.contract.robot import robot_fault
-from pql.contract.shapes import stack_fault
+from pql.contract.shapes import layout_fault
 from pql.errors import UNSEEN, ConfigError, printable
 
 FORMAT = 2  # in format 1, replays and priorities were saved in full, including unused rows
@@ -163,7 +163,7 @@ def check_spec_dict(spec: Any) -> None:
         check_tensor(f"spec.obs.{name}", group.get("shape"), group.get("dtype"))
         stack, terms, fill = group.get("stack", 1), group.get("terms", []), group.get("fill", "zeros")
         whole = _whole(stack, 1) and isinstance(terms, list) and all(_whole(w, 1) for w in terms)
-        _need(whole and not stack_fault(group["shape"], stack, terms, fill), f"spec.obs.{name}.stack", "frames")
+        _need(whole and not layout_fault(group["shape"], stack, terms, fill), f"spec.obs.{name}.stack", "frames")
     action = spec.get("action")
     count: Any = action.get("discrete") if isinstance(action, dict) else action
     many = action.get("multi_discrete") if isinstance(action, dict) else None
