@@ -61,7 +61,7 @@ OWN = {
     "scale": ("true", "false"),
 }
 # The first word is a path, for the shell.
-RUN_FIRST = ("resume", "eval", "play", "export", "compare", "report", "watch", "pull", "push")
+RUN_FIRST = ("resume", "eval", "play", "record", "export", "compare", "report", "watch", "pull", "push")
 
 
 def candidates(line: str, commands: "Mapping[str, Command]") -> list[str]:

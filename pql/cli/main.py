@@ -13,7 +13,7 @@ from pql.engine import crash
 from pql.engine.world import world
 from pql.errors import VERBOSE, ConfigError, HungError, PqlError, PqlWarning, first_line, nearest, with_cause
 
-SIMULATING = ("train", "resume", "eval", "play", "export", "warm-up", "profile", "actor")
+SIMULATING = ("train", "resume", "eval", "play", "record", "export", "warm-up", "profile", "actor")
 """Commands that run native code of simulators, whose crashes are reported by a second process."""
 
 

@@ -58,6 +58,8 @@ TRUST = flag("--trust", about="run the code, programs and paths that the file na
 LOUD = flag("--verbose", about="show what simulators print")
 CHECKPOINT, EXPORT = (word("path", metavar=f"RUN|CHECKPOINT{more}") for more in ("", "|EXPORT"))
 REPO = word("repo", metavar="OWNER/NAME")
+EPISODES = {**dict.fromkeys(("num_envs", "episodes", "seed", "max_steps"), int), "device": str, "epsilon": float}
+EPISODES |= {"play": bool, "out": str}
 PAGE = {"x": str, "out": str, "thresholds": list, "at": list, "references": str}
 COMMANDS = {
     "train": Command(
@@ -82,8 +84,7 @@ COMMANDS = {
             overrides("num_envs=16 episodes=16 seed=0 device=cpu epsilon=0 max_steps=N play=false out=FILE"),
             TRUST,
         ),
-        {"num_envs": int, "episodes": int, "seed": int, "device": str, "epsilon": float, "max_steps": int}
-        | {"play": bool, "out": str},
+        EPISODES,
     ),
     "play": Command(
         "a video of a policy: pql play RUN|CHECKPOINT episodes=1",
@@ -96,6 +97,18 @@ COMMANDS = {
             LOUD,
         ),
         {**dict.fromkeys(("episodes", "steps", "width", "height", "seed", "port"), int), "device": str, "out": str},
+    ),
+    "record": Command(
+        "demonstrations of a policy: pql record RUN|CHECKPOINT out=demos.safetensors",
+        (
+            EXPORT,
+            overrides(
+                "out=FILE.safetensors episodes=16 steps=N num_envs=16 min_return=X success_only=false noise=0 epsilon=0"
+                " seed=0 device=cpu max_steps=N play=false"
+            ),
+            TRUST,
+        ),
+        EPISODES | {"steps": int, "min_return": float, "success_only": bool, "noise": float},
     ),
     "export": Command(
         "a policy as .pt2 and .onnx files: pql export RUN|CHECKPOINT formats=onnx",

@@ -39,11 +39,15 @@ def save_replay(replay: Replay, path: str | Path) -> None:
     Raises:
         OSError: it cannot be written; an existing file is kept.
     """
-    path = expanded("path", path)
+    save_rows(rows_of(replay), expanded("path", path))
+
+
+def save_rows(rows: Columns, path: Path) -> None:
+    """Write columns [T, N, ...] of rows, whole or not at all. Raises ``OSError`` as :func:`save_replay`."""
     temporary = path.with_name(f".writing-{path.name}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        tensorfile.write(temporary, rows_of(replay), META)
+        tensorfile.write(temporary, rows, META)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -2,12 +2,14 @@
 
 import statistics
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pql.config.validate import EPISODES, limits, resolve_device
+from pql.contract.env import VecEnv
 from pql.engine import watchdog
 from pql.engine.deadlines import start_limit, step_limit
 from pql.engine.placement import set_precision
@@ -68,8 +70,7 @@ def evaluate_saved(
     """
     stored = open_stored(path, resolve_device(plan.device), plan.trust)
     if plan.play is not None:
-        changed = replace(stored.config, eval=replace(stored.config.eval, play=plan.play))
-        stored = stored._replace(config=changed)
+        stored = stored.for_play(plan.play)
     found, config = stored.path, stored.config
     set_precision(config.placement)
     num_envs = min(plan.num_envs, plan.episodes)
@@ -104,13 +105,20 @@ def _play(
 ) -> tuple[Evaluation, bool]:
     """Run episodes of a stored policy on new environments, under time limits. Return also if these have the simulator's
     configuration for play."""
+    with simulator(stored, num_envs, rules, "the evaluation") as env:
+        return run_episodes(env, stored.policy, seed, rules, ended=ended), bool(env.spec.info.get("play"))
+
+
+@contextmanager
+def simulator(stored: Stored, num_envs: int, rules: EpisodeRules, what: str) -> Iterator[VecEnv]:
+    """Context manager: new environments of a stored policy's task, under time limits. ``what``: is done with them."""
     start, step = start_limit(stored.config.placement), step_limit(stored.config.placement)
     env = stored.make_env(num_envs)
     if note := limit_note(env.spec, rules.max_steps):
-        warnings.warn(note, PqlWarning, stacklevel=3)
+        warnings.warn(note, PqlWarning, stacklevel=5)
     try:
-        with watchdog.watching("the evaluation", start, step):
-            return run_episodes(env, stored.policy, seed, rules, ended=ended), bool(env.spec.info.get("play"))
+        with watchdog.watching(what, start, step):
+            yield env
     finally:
         with watchdog.watching(f"closing {env.spec.name}", start):
             env.close()

@@ -118,6 +118,10 @@ class Stored(NamedTuple):
     config: Config
     counters: Mapping[str, float] = {}
 
+    def for_play(self, play: bool) -> "Stored":
+        """Return it with another ``eval.play``, for :meth:`make_env`."""
+        return self._replace(config=replace(self.config, eval=replace(self.config.eval, play=play)))
+
     def make_env(self, num_envs: int, **kwargs: Any) -> VecEnv:
         """Build environments of its task for episodes that count, on the policy's device and at the stage of its
         checkpoint. ``kwargs``: further ones, for factories that take them."""
