@@ -145,7 +145,7 @@ def wire_distill(setup: Setup[DistillConfig]) -> Wiring:
     learner = replay_learner(setup, state, distill_update, draw, {}, {"policy": flat.tensors()})
     pulls = {"policy": Flat(collector.actor.policy).tensors()}
     publishes = {"norm": norm.frozen(), "rows": ring.live.tensors()}
-    return Wiring(collector, pulls, publishes, [learner], flat, {})
+    return Wiring(collector, pulls, publishes, [learner], flat, {}, {"algo.teacher": loaded.digest()})
 
 
 def student_action(policy: nn.Module, obs: Obs, noise: Any) -> Tensor:

@@ -39,6 +39,7 @@ from pql.data.demos import Demos
 from pql.data.mirror import Mirror
 from pql.data.normalize import Normalizer
 from pql.data.replay import Cursor, Replay
+from pql.data.tensorfile import digest_of
 from pql.data.transitions import read_transitions
 from pql.engine.flat import Flat
 from pql.engine.schedule import Counts, tick_counts
@@ -147,8 +148,13 @@ def wire_off_policy(kind: OffPolicy[A], setup: Setup[A]) -> Wiring:
     p = make_policy_learner(kind, setup, *nets, normalizer, Drawn(replays[-1], demos[-1]))
     pulls = {"policy": Flat(collector.actor.policy).tensors()}
     publishes = {"norm": normalizer.frozen(), "rows": replays[0].live.tensors()}
+    if config.replay.demo_share_end is not None:
+        publishes["env_steps"] = [collector.count_steps()]
+        for learner in (v, p):
+            learner.pulls["env_steps"] = [cast(PolicyDraw, learner.draw).cursor.count_steps()]
     gauges = {} if v.lost is None else {"replay/bootstrap_lost": v.lost}
-    return Wiring(collector, pulls, publishes, [v, p], cast(PolicyState, p.state).evaluated, gauges)
+    sources = {} if demos[0] is None else {"replay.demos": digest_of(demos[0].ring.state_dict())}
+    return Wiring(collector, pulls, publishes, [v, p], cast(PolicyState, p.state).evaluated, gauges, sources)
 
 
 @dataclass(frozen=True)
@@ -172,7 +178,7 @@ def make_demos(setup: Setup[A], replays: Sequence[Replay], norm: Normalizer) -> 
     if config.replay.demos is None:
         return [None] * len(replays)
     path, layout = expanded("replay.demos", config.replay.demos), ring_layout(config, spec, 0, setup.counts, ())
-    found = demonstrations(path, replays, layout, spec)
+    found = demonstrations(path, config.replay.demo_keys, replays, layout, spec)
     observe_recorded(norm, found.taken, found.used, spec)
     return [Demos(ring, config.replay) for ring in found.rings]
 

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -88,6 +88,7 @@ class Wiring:
         learners: in the order in which the lockstep schedule runs them.
         policy: network that is evaluated and saved.
         gauges: 0-dim tensors for the log.
+        sources: hashes of what was read from files, by setting; a resumed run must find the same.
     """
 
     collector: Collector
@@ -96,6 +97,7 @@ class Wiring:
     learners: list[Learner]
     policy: Flat | nn.Module
     gauges: dict[str, Tensor]
+    sources: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

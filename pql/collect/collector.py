@@ -36,7 +36,10 @@ class Collector:
         saturation: statistics of actions near the ends of their range; None: the policy has no tanh.
         quarantine: environments with non-finite values.
         recorder: flight recorder.
+        count: see :meth:`count_steps`; None: not wanted.
     """
+
+    count: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -63,6 +66,11 @@ class Collector:
     def steps(self) -> float:
         """Return the env steps per environment so far (mean), warm-up included."""
         return self.stepper.steps
+
+    def count_steps(self) -> torch.Tensor:
+        """Return a 0-dim tensor that will have the env steps so far, summed over all environments, after every tick."""
+        self.count = torch.zeros((), dtype=torch.int64, device=self.device)
+        return self.count
 
     def prepare(self) -> None:
         """Prepare the simulator and capture graphs. Call it before the first reset, while stores are empty."""
@@ -111,6 +119,11 @@ class Collector:
         if self.stepper.run(steps, randomly, going):
             self.normalizer.freeze()
             self._mend()
+        self._counted()
+
+    def _counted(self) -> None:
+        if self.count is not None:
+            self.count.fill_(round(self.steps * self.env.spec.num_envs))
 
     def _mend(self) -> None:
         """Restart the environments in quarantine, between two ticks."""
@@ -127,6 +140,7 @@ class Collector:
     def load_counters(self, counters: Mapping[str, float]) -> None:
         """Restore the output of :meth:`counters`."""
         self.stepper.load_counters(counters)
+        self._counted()
 
     def state_dict(self) -> dict[str, Any]:
         """As :meth:`CollectorState.state_dict`."""

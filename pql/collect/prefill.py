@@ -7,7 +7,7 @@ observation that a ring stores: the newest image of a stack, otherwise the whole
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,12 +16,13 @@ from pql.collect.collector import Collector
 from pql.collect.nonfinite import LARGEST, all_finite
 from pql.contract.env import Discrete, EnvSpec, ObsSpec
 from pql.contract.stacks import frames_of, from_frames, kept_shape
+from pql.data.datasets import read_dataset
 from pql.data.flags import NEXT_FIRST, TERMINATED, VALID, tables
 from pql.data.frames import Stacker, deepest
 from pql.data.normalize import Normalizer
 from pql.data.replay import Replay
 from pql.data.sizes import ReplayLayout
-from pql.data.transitions import Columns, flags_of, read_transitions, write_transitions
+from pql.data.transitions import Columns, File, flags_of, read_transitions, write_transitions
 from pql.errors import ConfigError
 from pql.types import Obs
 
@@ -93,17 +94,20 @@ def prefill(collector: Collector, path: str | Path, part: int = 0, parts: int = 
     return len(used)
 
 
-def demonstrations(path: str | Path, rings: Sequence[Replay], layout: ReplayLayout, spec: EnvSpec) -> Demonstrations:
+def demonstrations(
+    path: Path, keys: Mapping[str, Any], rings: Sequence[Replay], layout: ReplayLayout, spec: EnvSpec
+) -> Demonstrations:
     """Read recorded transitions into rings of one column that nothing writes to later, one for each of ``rings``.
 
     Args:
+        path, keys: of a file, or as for :func:`pql.data.datasets.read_dataset`.
         rings: of the run, to whose devices and columns they are copied.
         layout: of the run's rings.
     Raises:
         ConfigError: as for :func:`prefill`.
     """
     setting = "replay.demos"
-    taken = transitions_in(setting, path, rings[0], spec)
+    taken = transitions_in(setting, path, rings[0], spec, read_dataset(setting, path, keys, rings[0].specs, spec))
     check_values(setting, path, taken, spec)
     stream, depth = stream_of(taken, rings[0].specs), deepest(rings[0].specs.values())
     count = stream.flags.shape[0]
@@ -118,10 +122,12 @@ def demonstrations(path: str | Path, rings: Sequence[Replay], layout: ReplayLayo
     return Demonstrations(made, taken, stream.origin[stream.origin >= 0])
 
 
-def transitions_in(setting: str, path: str | Path, replay: Replay, spec: EnvSpec) -> Transitions:
-    """Return the usable transitions of a file for a run's ring."""
-    data = read_transitions(setting, path, replay.specs, replay.action, replay.extra, spec.obs)
-    return transitions_of(data, replay.specs)
+def transitions_in(
+    setting: str, path: str | Path, replay: Replay, spec: EnvSpec, data: Columns | None = None
+) -> Transitions:
+    """Return the usable transitions of a file, or of its columns ``data``, for a run's ring."""
+    file = File(setting, path, replay.specs, spec.obs, data)
+    return transitions_of(read_transitions(file, replay.action, replay.extra), replay.specs)
 
 
 def write_rows(ring: Replay, taken: Transitions, stream: Stream, at: Tensor, flags: Tensor) -> None:

@@ -24,7 +24,7 @@ DEFAULT = {"task": "halfcheetah", "placement": "auto", "logger": "none"}
 DEFAULT_ALGO = "pql2"
 PRESETS = "presets"  # presets=DIR: a folder of the user's presets
 COMMAND_LINE = "command line"  # source of the last layer
-FREE = ("task.kwargs.", "task.remote.")  # names below these belong to the simulator
+FREE = ("task.kwargs.", "task.remote.", "replay.demo_keys.")  # names below these belong to simulators, or data
 SEVERAL = " (pql train -m takes several)"
 
 

@@ -91,7 +91,14 @@ class ReplayConfig:
     )
     prefill: str | None = setting(None, "File of recorded transitions that fills the replay of a new run at its start.")
     demos: str | None = setting(
-        None, "File of recorded transitions of which every batch has a share; it is never overwritten (RLPD)."
+        None,
+        "Recorded transitions of which every batch has a share, never overwritten (RLPD): a file, a LeRobot dataset's "
+        "folder, or a robomimic file.",
+    )
+    demo_keys: dict[str, Any] = setting(
+        {},
+        "Of a LeRobot or robomimic dataset: columns for each observation group, action, reward and terminated; {}: the "
+        "usual names.",
     )
     demo_share: float = setting(0.5, "Share of them in a batch.", low=0, high=1, when="demos")
     demo_share_end: float | None = setting(

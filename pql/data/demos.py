@@ -41,11 +41,11 @@ class Demos:
             return drawn[0] if len(drawn) == 1 else cast(AnyBatch, interleaved(drawn, count))
         theirs, own = draw(self.ring, self.cursor, count * size), draw(*run, count * size)
         place = torch.arange(size, device=self.ring.device).repeat(count)
-        return cast(AnyBatch, selected(place < self.share(run[1]) * size, theirs, own))
+        return cast(AnyBatch, selected(place < self.share(run[1].env_steps) * size, theirs, own))
 
-    def share(self, cursor: Cursor) -> Tensor:
-        """Return the share after the rows of ``cursor``, 0-dim."""
+    def share(self, env_steps: Tensor | None) -> Tensor:
+        """Return the share after ``env_steps`` of the run, 0-dim."""
         start, end = self.settings.demo_share, self.settings.demo_share_end
         assert end is not None
-        done = (cursor.head.sum() / self.settings.demo_steps).clamp(max=1.0)
-        return start + (end - start) * done
+        assert env_steps is not None
+        return start + (end - start) * (env_steps / self.settings.demo_steps).clamp(max=1.0)

@@ -42,8 +42,11 @@ Stacks = dict[str, Tensor]
 class Cursor:
     """Rows written per column at a tick boundary; each worker pulls its copy like weights.
 
-    ``lost`` counts the windows dropped because the simulator did not return their final observation.
+    ``lost`` counts the windows dropped because the simulator did not return their final observation. ``env_steps``,
+    0-dim, are those of the run at the boundary, for a share of demonstrations that depends on them.
     """
+
+    env_steps: Tensor | None = None
 
     def __init__(self, num_envs: int, device: torch.device):
         self.head = torch.zeros(num_envs, dtype=torch.int64, device=device)  # [N] rows ever written
@@ -52,6 +55,11 @@ class Cursor:
     def tensors(self) -> list[Tensor]:
         """Return the tensors published at a tick boundary, [N] each."""
         return [self.head]
+
+    def count_steps(self) -> Tensor:
+        """Return a new ``env_steps``, to pull into."""
+        self.env_steps = torch.zeros_like(self.lost)
+        return self.env_steps
 
 
 class Window(NamedTuple):

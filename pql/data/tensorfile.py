@@ -64,6 +64,15 @@ def write(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str] | 
     return digest.hexdigest()
 
 
+def digest_of(tensors: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 of tensors (any shape) with their names and types, in hexadecimal."""
+    ordered = dict(sorted(tensors.items()))
+    digest = hashlib.sha256(header(ordered, None))
+    for part in chain.from_iterable(map(pieces, ordered.values())):
+        digest.update(part)
+    return digest.hexdigest()
+
+
 def check_space(folder: Path, size: int) -> None:
     """Raise ``OSError`` with both numbers if the disk of ``folder`` has less than ``size`` bytes free."""
     free = shutil.disk_usage(folder).free

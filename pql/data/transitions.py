@@ -79,7 +79,8 @@ def load_replay(replay: Replay, path: str | Path) -> None:
     """
     n = replay.num_envs
     groups = {k: ObsSpec(tuple(v.shape[1:]), v.dtype) for k, v in replay.obs.items()}
-    data = read_transitions("replay", path, groups, None if replay.obs_only else replay.action, replay.extra)
+    file = File("replay", path, groups, groups)
+    data = read_transitions(file, None if replay.obs_only else replay.action, replay.extra)
     if data["reward"].dim() != 2 or data["reward"].shape[1] != n:
         have = f"not rewards of shape {list(data['reward'].shape)} (replay.prefill accepts those)"
         raise ConfigError("replay", path, f"rows of {n} environments, {have}")
@@ -138,23 +139,13 @@ def write_transitions(store: Tensor, values: Tensor) -> None:
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-def read_transitions(
-    setting: str,
-    path: str | Path,
-    obs: Mapping[str, ObsSpec],
-    action: Tensor | None,
-    extra: Iterable[str] = (),
-    whole: Mapping[str, ObsSpec] | None = None,
-) -> Columns:
+def read_transitions(file: "File", action: Tensor | None, extra: Iterable[str] = ()) -> Columns:
     """Return a file's columns, checked against an environment, with defaults for optional ones.
 
     Args:
-        setting: name of the setting, for errors.
         action: the ring's action store, for shape and type; None: only observations are required.
         extra: names of additional numbers that the ring stores.
-        whole: groups before the ring reduces their images. The file may have these, too.
     """
-    file = _File(setting, path, obs, obs if whole is None else whole)
     file.take_obs("obs", file.lead if file.flat else [file.lead[0] + 1, file.lead[1]])
     file.take("reward", file.lead, "float")
     file.take("terminated", file.lead, "bool")
@@ -169,29 +160,43 @@ def read_transitions(
     return file.taken
 
 
-class _File:
+class File:
     """Columns of a file, and those taken from it so far: of the right shapes and types.
+
+    Args:
+        setting: name of the setting, for errors.
+        obs: the groups as the ring stores them.
+        whole: groups before the ring reduces their images. The file may have these, too.
+        data: its columns, if they are already read.
 
     Attributes:
         lead: shape of ``reward``: [T, N], or [M] if the file is ``flat``.
     """
 
     def __init__(
-        self, setting: str, path: str | Path, obs: Mapping[str, ObsSpec], whole: Mapping[str, ObsSpec]
+        self,
+        setting: str,
+        path: str | Path,
+        obs: Mapping[str, ObsSpec],
+        whole: Mapping[str, ObsSpec],
+        data: Columns | None = None,
     ) -> None:
         self.setting, self.path, self.obs, self.whole, self.taken = setting, path, obs, whole, Columns()
-        try:
-            file = expanded(setting, path)
-            check_header(file)
-            self.data = load_file(file)
-            with safe_open(file, "pt") as opened:
-                self.older = (opened.metadata() or {}).get("format") == "pql-replay-1"
-        except (OSError, ValueError, SafetensorError) as error:
-            raise self._wrong(f"a safetensors file ({error})") from error
+        self.data, self.older = self._load() if data is None else (data, False)
         self.lead = list(self._column("reward").shape)
         self.flat = len(self.lead) == 1
         if len(self.lead) not in (1, 2):
             raise self._wrong(f"a column reward of shape [T, N] or [M], not {self.lead}")
+
+    def _load(self) -> tuple[Columns, bool]:
+        """Read a safetensors file. Return also if release 0.2 wrote it."""
+        try:
+            file = expanded(self.setting, self.path)
+            check_header(file)
+            with safe_open(file, "pt") as opened:
+                return load_file(file), (opened.metadata() or {}).get("format") == "pql-replay-1"
+        except (OSError, ValueError, SafetensorError) as error:
+            raise self._wrong(f"a safetensors file ({error})") from error
 
     def _wrong(self, expected: str) -> ConfigError:
         return ConfigError(self.setting, self.path, expected)

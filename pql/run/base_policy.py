@@ -61,6 +61,10 @@ class BasePolicy:
         """Return (action, next state). The state of a feed-forward policy is an empty dict."""
         raise NotImplementedError
 
+    def digest(self) -> str:
+        """Return a hash of its content."""
+        raise NotImplementedError
+
     def readable(self, obs: Any) -> Obs:
         """Return the groups that the policy reads, as tensors [N, ...] of its dtypes and shapes.
 

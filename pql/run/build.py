@@ -109,5 +109,5 @@ def _assemble(setup: Setup, wiring: Wiring, machine: Machine, trace: Trace | Non
     else:
         alone = Inline() if kind == "replicas" else make_inline(config.placement)  # replicas have their own executor
         schedule = Lockstep(workers, counts, executor or alone, collector.behind_target)
-    own = (collector, learners, jobs, wiring.gauges, slots, workers, schedule, wiring.policy)
+    own = (collector, learners, jobs, wiring.gauges, slots, workers, schedule, wiring.policy, wiring.sources)
     return Parts(config, machine, counts, setup.env, *own)

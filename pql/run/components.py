@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pql.algos.registry import env_seed
 from pql.collect import saturation
 from pql.collect.collector import Collector
-from pql.config import Config
+from pql.config import Config, leaves
 from pql.contract.env import VecEnv, preparation
 from pql.contract.optional import Resumable, supports
 from pql.data.normalize import Moments
@@ -41,6 +41,7 @@ class Parts:
         gauges: 0-dim values for the log.
         schedule: schedule of the workers.
         policy: the policy that is trained.
+        sources: see ``Wiring``.
     """
 
     config: Config
@@ -55,6 +56,7 @@ class Parts:
     workers: dict[str, Worker]
     schedule: Schedule
     policy: Flat | nn.Module
+    sources: dict[str, str]
 
     # -- from the start to the end ----------------------------------------------------------------------------------
 
@@ -181,6 +183,13 @@ class Parts:
     def counters(self) -> dict[str, int]:
         """Return ticks, steps of each environment, and updates by learner; the second replica's as ``steps.1`` etc."""
         return {"ticks": self.schedule.ticks, **self.own_counters()}
+
+    def check_sources(self, saved: Mapping[str, str]) -> None:
+        """Raise ``ConfigError`` unless a file that the run reads has the content of which ``saved`` has the hash."""
+        values = dict(leaves(self.config))
+        for name, found in self.sources.items():
+            if saved.get(name, found) != found:  # older checkpoints have none
+                raise ConfigError(name, values[name], "the content that it had when the run began; it has another one")
 
     def own_counters(self) -> dict[str, int]:
         return {**self.collector.counters(), **{k: job.updates for k, job in self.jobs.items()}}

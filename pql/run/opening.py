@@ -139,6 +139,7 @@ def _continue(session: "Session") -> int:
         else:
             tensors, manifest = session.ranks.resume_point(session.checkpoints)
         check_finite(tensors, manifest)
+        parts.check_sources(manifest.get("sources", {}))
         counters = manifest["counters"]
         parts.load_counters(counters)
     _reset(session)

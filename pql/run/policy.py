@@ -23,6 +23,7 @@ from pql.contract.env import EnvSpec, VecEnv
 from pql.contract.optional import set_stage
 from pql.contract.spec_json import spec_from_dict, spec_to_dict
 from pql.data.normalize import Normalizer
+from pql.data.tensorfile import digest_of
 from pql.engine.deadlines import start_limit
 from pql.engine.flat import Flat
 from pql.engine.watchdog import watching
@@ -63,6 +64,9 @@ class Policy(BasePolicy):
         if self.state_shapes:
             return self.net.mean_action(inputs, state)  # type: ignore[operator]
         return self.net.mean_action(inputs), {}  # type: ignore[operator]
+
+    def digest(self) -> str:
+        return digest_of(checkpoint.flatten(self.state_dict()))
 
     def state_dict(self) -> dict[str, Any]:
         return {"policy": self.net.state_dict(), "norm": self.norm.state_dict()}

@@ -65,7 +65,8 @@ def wanted(obs):
 
 def teacher(groups=("policy",), action=1, obs=None, states=()):
     spec = EnvSpec("mass", 1, obs or {"policy": ObsSpec((2,))}, Box(action), torch.device("cpu"))
-    return types.SimpleNamespace(groups=groups, spec=spec, state_shapes=dict(states), act=lambda o, s: (wanted(o), {}))
+    facts = {"groups": groups, "spec": spec, "state_shapes": dict(states), "digest": lambda: "stub"}
+    return types.SimpleNamespace(act=lambda o, s: (wanted(o), {}), **facts)
 
 
 @pytest.fixture

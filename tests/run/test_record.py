@@ -9,7 +9,7 @@ from pql.cli.main import main
 from pql.collect.prefill import transitions_of
 from pql.config.compose import compose
 from pql.contract.env import ObsSpec, make_env
-from pql.data.transitions import read_transitions, save_rows
+from pql.data.transitions import File, read_transitions, save_rows
 from pql.envs.toy import Counter
 from pql.run.episodes import EpisodeRules, run_episodes
 from pql.run.policy import load_policy
@@ -26,7 +26,7 @@ def recorded(folder, env, max_steps=None):
     result = run_episodes(tape, lambda obs: zeros, 0, EpisodeRules(env.spec.num_envs, max_steps=max_steps))
     lengths = {i: int(length) for i, length in enumerate(result.lengths)}
     save_rows(rows_of_episodes(tape.first_episodes(lengths)), folder / "demos.safetensors")
-    return read_transitions("replay.demos", folder / "demos.safetensors", SPECS, zeros), result
+    return read_transitions(File("replay.demos", folder / "demos.safetensors", SPECS, SPECS), zeros), result
 
 
 @pytest.mark.parametrize("autoreset", ["same_step", "next_step"])
@@ -78,7 +78,7 @@ def test_the_command_writes_what_the_policy_does_and_a_run_reads_it(policy, tmp_
     assert f"replay.demos={file}" in said
     actor, env = load_policy(policy), make_env("pendulum", 2)
     specs, action = env.spec.obs, torch.zeros(2, 1)
-    data = transitions_of(read_transitions("replay.demos", file, specs, action), specs)
+    data = transitions_of(read_transitions(File("replay.demos", file, specs, specs), action), specs)
     total = []
     for seed, count in ((5, 2), (6, 1)):  # a reset for each round
         obs, rows = env.reset(seed), []
@@ -120,7 +120,8 @@ def test_steps_are_at_least_those_asked_for_in_whole_episodes(policy, tmp_path, 
 
 
 def read_returns(file):
-    data = read_transitions("replay.demos", file, make_env("pendulum", 1).spec.obs, torch.zeros(1, 1))
+    specs = make_env("pendulum", 1).spec.obs
+    data = read_transitions(File("replay.demos", file, specs, specs), torch.zeros(1, 1))
     return data["reward"][:, 0].view(-1, 201).sum(1).tolist()
 
 

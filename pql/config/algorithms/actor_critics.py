@@ -62,9 +62,6 @@ class ActorCriticConfig(ReplayAlgoConfig):
     def check(self, config: "Config") -> None:
         super().check(config)
         check_support(self.critic)
-        if config.replay.prefill and config.replay.demo_share_end is not None:
-            allowed = "null with replay.demo_share_end, which counts the rows of the replay"
-            raise ConfigError("replay.prefill", config.replay.prefill, allowed)
         if self.critic.target == "projected" and (self.critic.atoms is None or self.critic.loss != "c51"):
             allowed = "min, which is the same without algo.critic.atoms and algo.critic.loss=c51"
             raise ConfigError("algo.critic.target", "projected", allowed)

@@ -102,6 +102,10 @@ class AlgoConfig:
 
     def check(self, config: "Config") -> None:
         """Raise ``ConfigError`` if settings are incompatible."""
+        if config.replay.demo_keys and config.replay.demos is None:
+            raise ConfigError(
+                "replay.demo_keys", config.replay.demo_keys, "replay.demos with it; nothing else reads it"
+            )
         if config.replay.demos is not None and not self.demonstrated:
             allowed = f"null: for off-policy actor-critics (pql, sac, ...), not algo={self.name}; see replay.prefill"
             raise ConfigError("replay.demos", config.replay.demos, allowed)

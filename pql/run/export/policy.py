@@ -77,6 +77,9 @@ class ExportedPolicy(BasePolicy):
         action, *after = self._function([*self.readable(obs).values(), *(state[k] for k in self.state_shapes)])
         return self._to_unit(action), dict(zip(self.state_shapes, after, strict=True))
 
+    def digest(self) -> str:
+        return sha256(read_bytes(self.path, LARGEST)).hexdigest()
+
 
 def open_export(path: Path, device: torch.device, trust: bool) -> tuple[Function, dict[str, Any]]:
     """Return the function and the metadata of an export. Raises like :class:`ExportedPolicy`."""

@@ -140,7 +140,8 @@ class Archive:
 
     def manifest(self, kind: str, parts: Parts, facts: Mapping[str, Any]) -> dict[str, Any]:
         """Return the manifest of a checkpoint of ``kind``, with the entries ``facts``."""
-        return {"kind": kind, **config_entries(self.config), "spec": spec_to_dict(parts.env.spec), **facts}
+        read = {"sources": parts.sources} if parts.sources else {}
+        return {"kind": kind, **config_entries(self.config), "spec": spec_to_dict(parts.env.spec), **read, **facts}
 
     # -- a deleted directory --------------------------------------------------------------------------------------
 

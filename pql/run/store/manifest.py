@@ -48,6 +48,7 @@ def check_manifest(data: Any, kinds: Sequence[str]) -> None:
     for name in ("sha256", "manifest_sha256"):
         _need(isinstance(data.get(name), str), name, "a hash")
     _need(_whole(data.get("ranks", 1), 1), "ranks", "a whole number from 1 on")
+    _need(isinstance(data.get("sources", {}), dict), "sources", "a mapping")
     best = data.get("return_mean", 0.0)
     _need(_number(best) and not math.isnan(best), "return_mean", "a number")
     if not kinds:

@@ -1,0 +1,199 @@
+"""Demonstrations in other formats: LeRobot datasets (parquet) and robomimic files (HDF5), as columns of rows.
+
+Sources: LeRobotDataset v2 and v3 (https://github.com/huggingface/lerobot), robomimic's dataset structure
+(https://robomimic.github.io/docs/datasets/overview.html). Images of videos are not decoded.
+"""
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from pql.config.files import read_json
+from pql.contract.env import Box, EnvSpec, ObsSpec
+from pql.data.frames import kept_shape
+from pql.errors import ConfigError, PqlWarning, nearest
+
+KEYS = "replay.demo_keys"
+HDF5 = (".hdf5", ".h5")
+
+
+class LeRobot:
+    """A dataset's folder. Columns have one entry for each of T frames, episode after episode.
+
+    Attributes:
+        kinds: (type, shape of one entry) of all columns by name.
+        ends: [T] bool; the last frame of an episode, or one after which frames are missing.
+    """
+
+    names = ("action", "next.reward")
+    groups = ("observation.{}", "observation.state")
+
+    def __init__(self, path: Path):
+        import pyarrow.parquet
+
+        info, self.read = read_json(path / "meta" / "info.json"), pyarrow.parquet.read_table
+        if not str(version := info.get("codebase_version", "")).startswith(("v2", "v3")):
+            raise ValueError(f"a dataset of LeRobot v2 or v3, not {version or 'without codebase_version'}")
+        self.kinds = {k: (str(v["dtype"]), tuple(v["shape"])) for k, v in info["features"].items()}
+        self.files = sorted((path / "data").rglob("*.parquet"))
+        number = torch.stack([self.column(k).flatten() for k in ("episode_index", "frame_index")])
+        if number.shape[1] != info["total_frames"]:
+            raise ValueError(f"a dataset with its {info['total_frames']:,} frames; data has {number.shape[1]:,}")
+        self.order = (number[0] * (number[1].max() + 1) + number[1]).argsort()
+        step = number[:, self.order].diff(dim=1)
+        self.ends = torch.cat((~((step[0] == 0) & (step[1] == 1)), torch.ones(1, dtype=torch.bool)))
+        done = [k for k in ("next.done", "next.success") if k in self.kinds]
+        self.done = done if "next.done" in done else []  # an end that is no success may be a time limit's
+
+    def column(self, name: str) -> Tensor:
+        """Return a column [T, ...]."""
+        shape, parts = self.kinds[name][1], []
+        for file in self.files:
+            values = self.read(file, columns=[name]).column(name).combine_chunks()
+            while hasattr(values, "flatten") and (nested := getattr(values, "storage", values)).type.num_fields:
+                values = nested.flatten()
+            parts.append(torch.from_numpy(values.to_numpy(zero_copy_only=False).copy()).view(-1, *shape))
+        whole = torch.cat(parts)
+        return whole[self.order] if hasattr(self, "order") else whole
+
+    def finals(self, name: str) -> None:
+        """Return None: the observation after an episode's last frame is not recorded."""
+
+
+class Robomimic:
+    """A file of demonstrations. Attributes and methods as of :class:`LeRobot`."""
+
+    names = ("actions", "rewards")
+    groups = ("{}",)
+
+    def __init__(self, path: Path):
+        import h5py
+
+        data = h5py.File(path, "r")["data"]
+        self.demos = [data[k] for k in sorted(data, key=lambda name: (len(name), name)) if len(data[k]["actions"])]
+        first = {k: v for k, v in self.demos[0].items() if hasattr(v, "dtype")} | dict(self.demos[0].get("obs", {}))
+        self.kinds = {k: (str(v.dtype), v.shape[1:]) for k, v in first.items()}
+        last = [torch.arange(len(demo["actions"])) == len(demo["actions"]) - 1 for demo in self.demos]
+        self.ends, self.done = torch.cat(last), ["dones"] if "dones" in first else []
+
+    def column(self, name: str) -> Tensor:
+        """Return a column [T, ...]."""
+        parts = [demo[name] if name in demo else demo["obs"][name] for demo in self.demos]
+        return torch.cat([torch.from_numpy(part[()]) for part in parts])
+
+    def finals(self, name: str) -> Tensor | None:
+        """Return the final observations of F episodes, [F, ...]; None: unknown."""
+        if not all(name in demo.get("next_obs", {}) for demo in self.demos):
+            return None
+        return torch.stack([torch.from_numpy(demo["next_obs"][name][-1]) for demo in self.demos])
+
+
+def read_dataset(
+    setting: str, path: Path, keys: Mapping[str, Any], obs: Mapping[str, ObsSpec], spec: EnvSpec
+) -> dict[str, Tensor] | None:
+    """Return a dataset as columns [T, 1, ...] (``pql.data.transitions``, rows); None: ``path`` is no dataset.
+
+    An episode's last frame is terminated where the dataset says so, else truncated. Actions of the simulator's bounds
+    become those in [-1, 1].
+
+    Args:
+        keys: names of the columns of an observation group, of ``action``, ``reward`` and ``terminated``; of others the
+            usual ones are taken.
+        obs: observation groups as the replay stores them.
+    Raises:
+        ConfigError: it cannot be read, a package is missing, or a column is; names what the dataset has.
+    """
+    kind = LeRobot if (path / "meta" / "info.json").is_file() else Robomimic if path.suffix in HDF5 else None
+    if kind is None:
+        if keys:
+            raise ConfigError(KEYS, keys, f"{{}} for {path.name}: a LeRobot dataset or a robomimic file has such keys")
+        return None
+    for name in keys:
+        if name not in (known := [*obs, "action", "reward", "terminated"]):
+            raise ConfigError(f"{KEYS}.{name}", keys[name], f"one of {', '.join(known)}{nearest(name, known)}")
+    try:
+        return _columns(setting, path, keys, obs, spec, kind(path))
+    except ModuleNotFoundError as error:
+        what = f"the package {error.name!r}, which is not installed: pip install 'pql-rl[demos]'"
+        raise ConfigError(setting, path, what) from error
+    except (OSError, LookupError, TypeError, ValueError, NotImplementedError, RuntimeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(setting, path, f"a {kind.__name__} dataset ({error})") from error
+
+
+def _columns(
+    setting: str, path: Path, keys: Mapping[str, Any], obs: Mapping[str, ObsSpec], spec: EnvSpec, found: Any
+) -> dict[str, Tensor]:
+    """Return the columns of an opened dataset."""
+    out, ends = {}, found.ends
+    for group, one in obs.items():
+        names = _names(found, keys, group, [name.format(group) for name in found.groups], kept_shape(one))
+        frames = _joined([found.column(name) for name in names])
+        out[f"obs.{group}"] = torch.cat((frames, frames[-1:]))
+        finals = [found.finals(name) for name in names]
+        if all(final is not None for final in finals):
+            out[f"final_obs.{group}"] = _joined(finals)
+            out["final_row"] = ends.nonzero().flatten()
+    action, reward = (
+        _joined([found.column(name) for name in _names(found, keys, what, [usual], shape)])
+        for what, usual, shape in zip(("action", "reward"), found.names, (spec.action.shape, None), strict=True)
+    )
+    done = _names(found, keys, "terminated", found.done, None) if keys.get("terminated", found.done) else []
+    terminated = torch.stack([found.column(name).flatten() > 0 for name in done] or [torch.zeros_like(ends)]).all(0)
+    flags = {"terminated": terminated, "truncated": ends & ~terminated, "first": ends}
+    out |= {"action": _unit(setting, path, action, spec), "reward": reward.float().flatten(), **flags}
+    return {k: v if k.startswith("final") else v[:, None] for k, v in out.items()}
+
+
+def _names(
+    found: Any, keys: Mapping[str, Any], what: str, usual: list[str], shape: tuple[int, ...] | None
+) -> list[str]:
+    """Return the names of the columns for ``what``, of ``shape`` together (None: any). Raises ``ConfigError``."""
+    given = keys.get(what)
+    names = [given] if isinstance(given, str) else given
+    if names is None:
+        fitting = [k for k, (_, size) in found.kinds.items() if k.startswith("observation.") and size == shape]
+        known = usual if what == "terminated" else [name for name in usual if name in found.kinds][:1]
+        names = known or (fitting if len(fitting) == 1 else [])
+    columns = [found.kinds[name] for name in names if name in found.kinds]
+    size = [shape for _, shape in columns]
+    unread = any(kind in ("video", "image", "string") for kind, _ in columns)
+    if not names or len(size) < len(names) or unread or (shape is not None and _joined_shape(size) != (*shape,)):
+        has = ", ".join(f"{k} {kind} {[*size]}" for k, (kind, size) in found.kinds.items())
+        wanted = f"columns of numbers, without setting [{usual[0] if usual else ''}]"
+        wanted += "" if shape is None else f", that together have shape {[*shape]}"
+        why = "videos and images are not decoded; " if unread else ""
+        raise ConfigError(f"{KEYS}.{what}", given, f"{wanted}; {why}the dataset has {has}")
+    return list(names)
+
+
+def _joined_shape(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the shape of entries that are joined at their last axis; () if they do not fit."""
+    fits = len({one[:-1] for one in shapes}) == 1
+    return (*shapes[0][:-1], sum(one[-1] for one in shapes)) if fits and shapes[0] else ()
+
+
+def _joined(parts: list[Any]) -> Tensor:
+    return cast(Tensor, parts[0] if len(parts) == 1 else torch.cat(parts, -1))
+
+
+def _unit(setting: str, path: Path, action: Tensor, spec: EnvSpec) -> Tensor:
+    """Convert actions [T, A] of the simulator's bounds to those in [-1, 1]; clip others, with a warning."""
+    box = cast(Box, spec.action)
+    low, high = (torch.tensor(end) for end in box.bounds)
+    middle = (low + high) / 2 if box.center is None else torch.tensor(box.center)
+    if not bool((low.isfinite() & high.isfinite()).all()):
+        raise ConfigError(setting, path, f"a task with finite bounds of actions; {spec.name} has {box.bounds}")
+    reach = torch.where(action < middle, middle - low, high - middle)
+    if "action_reach" in spec.info:
+        reach = torch.tensor(spec.action_reach)
+    unit = (action - middle) / reach
+    if outside := int((unit.abs() > 1 + 1e-4).any(-1).sum()):
+        what = f"{setting}={path}: {outside:,} of {len(unit):,} actions are outside the task's bounds: clipped"
+        warnings.warn(what, PqlWarning, stacklevel=2)
+    return unit.clamp(-1, 1).float()
