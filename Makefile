@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # Python compiles what is imported when it first is: half of the set-up's time would go to files that nobody opens.
 unexport PYTHONDONTWRITEBYTECODE
 INSTALL := pip install --quiet --no-compile
-EXTRAS := mujoco,gymnasium,atari,remote,tensorboard,wandb,peers,report,sweep,export,video,hub,docs,dev
+EXTRAS := mujoco,gymnasium,atari,remote,tensorboard,wandb,peers,report,sweep,export,video,hub,demos,docs,dev
 
 .NOTPARALLEL:
 .PHONY: setup robots warp peers train test test-all faults test-warp test-adapters check docs clean

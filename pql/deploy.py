@@ -58,7 +58,7 @@ class Controller:
     Args:
         policy: the file.
         limits: of the targets, and of the age of observations.
-        log: file of the transitions, for ``replay.prefill``; ``save`` and ``close`` write it.
+        log: file of the transitions, for ``replay.prefill`` and ``replay.demos``; ``save`` and ``close`` write it.
         session: an ``onnxruntime.InferenceSession`` of the file, or what has its methods; None: made here.
         clock: current time in seconds.
 
@@ -335,7 +335,7 @@ def check_limits(limits: Limits, of: Controller) -> Limits:
 
 
 class Log:
-    """Transitions, written as a safetensors file of the layout that ``replay.prefill`` reads (``docs/replay.md``)."""
+    """Transitions, written as a safetensors file of the layout that a replay reads (``docs/replay.md``)."""
 
     def __init__(self, path: str, unit: Callable[[np.ndarray], np.ndarray]):
         if not os.path.isdir(os.path.dirname(os.path.abspath(path))):

@@ -149,9 +149,12 @@ def wire_off_policy(kind: OffPolicy[A], setup: Setup[A]) -> Wiring:
     pulls = {"policy": Flat(collector.actor.policy).tensors()}
     publishes = {"norm": normalizer.frozen(), "rows": replays[0].live.tensors()}
     if config.replay.demo_share_end is not None:
-        publishes["env_steps"] = [collector.count_steps()]
+        collector.count = torch.zeros((), dtype=torch.int64, device=spec.device)
+        publishes["env_steps"] = [collector.count]
         for learner in (v, p):
-            learner.pulls["env_steps"] = [cast(PolicyDraw, learner.draw).cursor.count_steps()]
+            cursor = cast(PolicyDraw, learner.draw).cursor
+            cursor.env_steps = torch.zeros_like(cursor.lost)
+            learner.pulls["env_steps"] = [cursor.env_steps]
     gauges = {} if v.lost is None else {"replay/bootstrap_lost": v.lost}
     sources = {} if demos[0] is None else {"replay.demos": digest_of(demos[0].ring.state_dict())}
     return Wiring(collector, pulls, publishes, [v, p], cast(PolicyState, p.state).evaluated, gauges, sources)

@@ -103,29 +103,25 @@ def run_eval(args: argparse.Namespace) -> int:
 
 
 def run_record(args: argparse.Namespace) -> int:
-    from pql.run.evaluation import EvaluationPlan
     from pql.run.log.console import Console
-    from pql.run.record import Wanted, record_demonstrations
+    from pql.run.record import RecordPlan, record_demonstrations
 
     asked: dict[str, Any] = {"num_envs": 16} | parse_pairs(args.overrides, args.own)
-    if "out" not in asked:
-        raise ConfigError("out", None, "a file for the transitions: out=demos.safetensors")
     if "steps" in asked and "episodes" in asked:
         raise ConfigError("steps", asked["steps"], "episodes or steps, not both")
-    out = asked.pop("out")
-    wanted = Wanted(**{k: asked.pop(k) for k in ("steps", "noise", "min_return", "success_only") if k in asked})
-    plan = EvaluationPlan(**{"episodes": asked["num_envs"], **asked}, trust=args.trust)
-    kept = [0]
+    if (out := asked.pop("out", None)) is None:
+        raise ConfigError("out", None, "a file for the transitions: out=demos.safetensors")
+    plan, kept = RecordPlan(**{"episodes": asked["num_envs"], **asked}, trust=args.trust), [0]
 
     def far() -> str:
         return f"episodes kept: {kept[-1]:,}"
 
     with contextlib.closing(Console("pql record", {})) as console, console.doing("recording", far):
-        found = record_demonstrations(args.path, out, plan, wanted, kept.append)
-    returns = found.returns
-    print(f"{found.file}: {found.steps:,} transitions of {len(returns):,} episodes ({found.played:,} played)")
+        row = record_demonstrations(args.path, out, plan, kept.append)
+    returns, file = row["returns"], row["file"]
+    print(f"{file}: {row['steps']:,} transitions of {len(returns):,} episodes ({row['played']:,} played)")
     print(f"return: mean {sum(returns) / len(returns):,.6g}, min {min(returns):,.6g}, max {max(returns):,.6g}")
-    print(f"next: pql train task={found.task} replay.demos={shlex.quote(str(found.file))}")
+    print(f"next: replay.demos={shlex.quote(str(file))} in a run with the same task")
     return 0
 
 

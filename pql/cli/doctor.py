@@ -29,6 +29,7 @@ EXTRAS: dict[str, tuple[str, tuple[str, ...]]] = {
     "export": ("pql export", ("onnx", "onnxscript", "onnxruntime")),
     "hub": ("pql pull and push", ("huggingface-hub",)),
     "video": ("pql play", ("imageio", "imageio-ffmpeg", "pillow")),
+    "demos": ("replay.demos of LeRobot and robomimic datasets", ("pyarrow", "h5py")),
     "viser": ("pql play --browser", ("mjviser",)),
     "peers": ("pql.wrap for rsl_rl and Stable-Baselines3", ("rsl-rl-lib", "stable-baselines3", "gymnasium")),
     "lab": ("pql.lab in rsl_rl, mjlab and Isaac Lab", ("tensordict",)),

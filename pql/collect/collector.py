@@ -36,7 +36,7 @@ class Collector:
         saturation: statistics of actions near the ends of their range; None: the policy has no tanh.
         quarantine: environments with non-finite values.
         recorder: flight recorder.
-        count: see :meth:`count_steps`; None: not wanted.
+        count: 0-dim int64, the env steps so far over all environments; None: nobody reads it.
     """
 
     count: torch.Tensor | None = None
@@ -66,11 +66,6 @@ class Collector:
     def steps(self) -> float:
         """Return the env steps per environment so far (mean), warm-up included."""
         return self.stepper.steps
-
-    def count_steps(self) -> torch.Tensor:
-        """Return a 0-dim tensor that will have the env steps so far, summed over all environments, after every tick."""
-        self.count = torch.zeros((), dtype=torch.int64, device=self.device)
-        return self.count
 
     def prepare(self) -> None:
         """Prepare the simulator and capture graphs. Call it before the first reset, while stores are empty."""

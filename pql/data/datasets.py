@@ -29,8 +29,8 @@ class LeRobot:
         ends: [T] bool; the last frame of an episode, or one after which frames are missing.
     """
 
-    names = ("action", "next.reward")
-    groups = ("observation.{}", "observation.state")
+    groups, action, reward = ("observation.{}", "observation.state"), "action", "next.reward"
+    done: tuple[str, ...] = ("next.done", "next.success")  # an end that is no success may be a time limit's
 
     def __init__(self, path: Path):
         import pyarrow.parquet
@@ -46,16 +46,17 @@ class LeRobot:
         self.order = (number[0] * (number[1].max() + 1) + number[1]).argsort()
         step = number[:, self.order].diff(dim=1)
         self.ends = torch.cat((~((step[0] == 0) & (step[1] == 1)), torch.ones(1, dtype=torch.bool)))
-        done = [k for k in ("next.done", "next.success") if k in self.kinds]
-        self.done = done if "next.done" in done else []  # an end that is no success may be a time limit's
+        if "next.done" not in self.kinds:
+            self.done = ()
 
     def column(self, name: str) -> Tensor:
         """Return a column [T, ...]."""
         shape, parts = self.kinds[name][1], []
         for file in self.files:
-            values = self.read(file, columns=[name]).column(name).combine_chunks()
-            while hasattr(values, "flatten") and (nested := getattr(values, "storage", values)).type.num_fields:
-                values = nested.flatten()
+            values = self.read(file, columns=[name], partitioning=None).column(name).combine_chunks()
+            values = getattr(values, "storage", values)  # of an extension type
+            while values.type.num_fields:
+                values = values.flatten()
             parts.append(torch.from_numpy(values.to_numpy(zero_copy_only=False).copy()).view(-1, *shape))
         whole = torch.cat(parts)
         return whole[self.order] if hasattr(self, "order") else whole
@@ -67,18 +68,19 @@ class LeRobot:
 class Robomimic:
     """A file of demonstrations. Attributes and methods as of :class:`LeRobot`."""
 
-    names = ("actions", "rewards")
-    groups = ("{}",)
+    groups, action, reward, done = ("{}",), "actions", "rewards", ("dones",)
 
     def __init__(self, path: Path):
         import h5py
 
         data = h5py.File(path, "r")["data"]
         self.demos = [data[k] for k in sorted(data, key=lambda name: (len(name), name)) if len(data[k]["actions"])]
+        if not self.demos:
+            raise ValueError("it has no demonstrations")
         first = {k: v for k, v in self.demos[0].items() if hasattr(v, "dtype")} | dict(self.demos[0].get("obs", {}))
         self.kinds = {k: (str(v.dtype), v.shape[1:]) for k, v in first.items()}
-        last = [torch.arange(len(demo["actions"])) == len(demo["actions"]) - 1 for demo in self.demos]
-        self.ends, self.done = torch.cat(last), ["dones"] if "dones" in first else []
+        sizes = [len(demo["actions"]) for demo in self.demos]
+        self.ends = torch.cat([torch.arange(size) == size - 1 for size in sizes])
 
     def column(self, name: str) -> Tensor:
         """Return a column [T, ...]."""
@@ -132,54 +134,45 @@ def _columns(
     """Return the columns of an opened dataset."""
     out, ends = {}, found.ends
     for group, one in obs.items():
-        names = _names(found, keys, group, [name.format(group) for name in found.groups], kept_shape(one))
-        frames = _joined([found.column(name) for name in names])
+        names, frames = _read(found, keys, group, [name.format(group) for name in found.groups], kept_shape(one))
         out[f"obs.{group}"] = torch.cat((frames, frames[-1:]))
         finals = [found.finals(name) for name in names]
         if all(final is not None for final in finals):
-            out[f"final_obs.{group}"] = _joined(finals)
-            out["final_row"] = ends.nonzero().flatten()
-    action, reward = (
-        _joined([found.column(name) for name in _names(found, keys, what, [usual], shape)])
-        for what, usual, shape in zip(("action", "reward"), found.names, (spec.action.shape, None), strict=True)
-    )
-    done = _names(found, keys, "terminated", found.done, None) if keys.get("terminated", found.done) else []
-    terminated = torch.stack([found.column(name).flatten() > 0 for name in done] or [torch.zeros_like(ends)]).all(0)
+            out |= {f"final_obs.{group}": torch.cat(finals, -1), "final_row": ends.nonzero().flatten()}
+    usual = [name for name in found.done if name in found.kinds]
+    done = _read(found, keys, "terminated", usual)[1] if keys.get("terminated", usual) else torch.zeros(len(ends), 1)
+    terminated = (done.view(len(ends), -1) > 0).all(1)
+    action = _unit(setting, path, _read(found, keys, "action", [found.action], spec.action.shape)[1], spec)
+    reward = _read(found, keys, "reward", [found.reward])[1].float().flatten()
     flags = {"terminated": terminated, "truncated": ends & ~terminated, "first": ends}
-    out |= {"action": _unit(setting, path, action, spec), "reward": reward.float().flatten(), **flags}
+    out |= {"action": action, "reward": reward, **flags}
     return {k: v if k.startswith("final") else v[:, None] for k, v in out.items()}
 
 
-def _names(
-    found: Any, keys: Mapping[str, Any], what: str, usual: list[str], shape: tuple[int, ...] | None
-) -> list[str]:
-    """Return the names of the columns for ``what``, of ``shape`` together (None: any). Raises ``ConfigError``."""
-    given = keys.get(what)
+def _read(
+    found: Any, keys: Mapping[str, Any], what: str, usual: list[str], shape: tuple[int, ...] | None = None
+) -> tuple[list[str], Tensor]:
+    """Return the names of the columns for ``what``, and their entries joined at the last axis, [T, *shape].
+
+    Raises:
+        ConfigError: the dataset does not have them, or they have another shape.
+    """
+    given, kinds = keys.get(what), found.kinds
     names = [given] if isinstance(given, str) else given
     if names is None:
-        fitting = [k for k, (_, size) in found.kinds.items() if k.startswith("observation.") and size == shape]
-        known = usual if what == "terminated" else [name for name in usual if name in found.kinds][:1]
-        names = known or (fitting if len(fitting) == 1 else [])
-    columns = [found.kinds[name] for name in names if name in found.kinds]
-    size = [shape for _, shape in columns]
-    unread = any(kind in ("video", "image", "string") for kind, _ in columns)
-    if not names or len(size) < len(names) or unread or (shape is not None and _joined_shape(size) != (*shape,)):
-        has = ", ".join(f"{k} {kind} {[*size]}" for k, (kind, size) in found.kinds.items())
-        wanted = f"columns of numbers, without setting [{usual[0] if usual else ''}]"
-        wanted += "" if shape is None else f", that together have shape {[*shape]}"
-        why = "videos and images are not decoded; " if unread else ""
-        raise ConfigError(f"{KEYS}.{what}", given, f"{wanted}; {why}the dataset has {has}")
-    return list(names)
-
-
-def _joined_shape(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the shape of entries that are joined at their last axis; () if they do not fit."""
-    fits = len({one[:-1] for one in shapes}) == 1
-    return (*shapes[0][:-1], sum(one[-1] for one in shapes)) if fits and shapes[0] else ()
-
-
-def _joined(parts: list[Any]) -> Tensor:
-    return cast(Tensor, parts[0] if len(parts) == 1 else torch.cat(parts, -1))
+        alike = [k for k, (_, size) in kinds.items() if k.startswith("observation.") and size == shape]
+        named = [name for name in usual if name in kinds]
+        names = named if what == "terminated" else named[:1] or (alike if len(alike) == 1 else [])
+    unread = [name for name in names if kinds.get(name, ("",))[0] in ("video", "image", "string")]
+    if names and not unread and {*names} <= {*kinds}:
+        parts = [found.column(name) for name in names]
+        joined = torch.cat([one.view(len(one), *(one.shape[1:] or (1,))) for one in parts], -1)
+        if shape is None or joined.shape[1:] == shape:
+            return list(names), joined
+    has = ", ".join(f"{k} {kind} {[*size]}" for k, (kind, size) in kinds.items())
+    wanted = "columns of numbers" + ("" if shape is None else f", of shape {[*shape]} together")
+    why = f"{unread[0]} is not decoded; " if unread else ""
+    raise ConfigError(f"{KEYS}.{what}", given, f"{wanted} (else {usual[:1]}); {why}the dataset has {has}")
 
 
 def _unit(setting: str, path: Path, action: Tensor, spec: EnvSpec) -> Tensor:
@@ -187,11 +180,11 @@ def _unit(setting: str, path: Path, action: Tensor, spec: EnvSpec) -> Tensor:
     box = cast(Box, spec.action)
     low, high = (torch.tensor(end) for end in box.bounds)
     middle = (low + high) / 2 if box.center is None else torch.tensor(box.center)
-    if not bool((low.isfinite() & high.isfinite()).all()):
-        raise ConfigError(setting, path, f"a task with finite bounds of actions; {spec.name} has {box.bounds}")
     reach = torch.where(action < middle, middle - low, high - middle)
     if "action_reach" in spec.info:
         reach = torch.tensor(spec.action_reach)
+    if not bool(reach.isfinite().all()):
+        raise ConfigError(setting, path, f"a task with finite bounds of actions; {spec.name} has {box.bounds}")
     unit = (action - middle) / reach
     if outside := int((unit.abs() > 1 + 1e-4).any(-1).sum()):
         what = f"{setting}={path}: {outside:,} of {len(unit):,} actions are outside the task's bounds: clipped"

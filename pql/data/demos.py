@@ -44,7 +44,7 @@ class Demos:
         return cast(AnyBatch, selected(place < self.share(run[1].env_steps) * size, theirs, own))
 
     def share(self, env_steps: Tensor | None) -> Tensor:
-        """Return the share after ``env_steps`` of the run, 0-dim."""
+        """Return the share, a scalar, after ``env_steps`` (a scalar) of the run."""
         start, end = self.settings.demo_share, self.settings.demo_share_end
         assert end is not None
         assert env_steps is not None

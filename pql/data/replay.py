@@ -56,11 +56,6 @@ class Cursor:
         """Return the tensors published at a tick boundary, [N] each."""
         return [self.head]
 
-    def count_steps(self) -> Tensor:
-        """Return a new ``env_steps``, to pull into."""
-        self.env_steps = torch.zeros_like(self.lost)
-        return self.env_steps
-
 
 class Window(NamedTuple):
     """n-step windows [B] without observations."""

@@ -26,6 +26,7 @@ from pql.data.replay import Replay
 from pql.errors import ConfigError, nearest
 
 Columns = dict[str, Tensor]
+Specs = Mapping[str, ObsSpec]
 BITS = {"terminated": TERMINATED, "truncated": TRUNCATED, "first": NEXT_FIRST, "valid": VALID}
 META = {"format": "pql-replay-2"}  # one entry: safetensors writes several in random order, so files would differ
 
@@ -173,14 +174,7 @@ class File:
         lead: shape of ``reward``: [T, N], or [M] if the file is ``flat``.
     """
 
-    def __init__(
-        self,
-        setting: str,
-        path: str | Path,
-        obs: Mapping[str, ObsSpec],
-        whole: Mapping[str, ObsSpec],
-        data: Columns | None = None,
-    ) -> None:
+    def __init__(self, setting: str, path: str | Path, obs: Specs, whole: Specs, data: Columns | None = None):
         self.setting, self.path, self.obs, self.whole, self.taken = setting, path, obs, whole, Columns()
         self.data, self.older = self._load() if data is None else (data, False)
         self.lead = list(self._column("reward").shape)

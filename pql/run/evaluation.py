@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pql.config import Config
 from pql.config.validate import EPISODES, limits, resolve_device
 from pql.contract.env import VecEnv
 from pql.engine import watchdog
@@ -52,6 +53,11 @@ class EvaluationPlan:
             allowed.check(name, getattr(self, name))
         resolve_device(self.device)
 
+    def rules(self, config: Config) -> EpisodeRules:
+        """Return the rules of its episodes for a policy's config."""
+        epsilon = config.eval.epsilon if self.epsilon is None else self.epsilon
+        return EpisodeRules(self.episodes, epsilon, max_steps=self.max_steps or config.eval.max_steps)
+
 
 def evaluate_saved(
     path: Path, plan: EvaluationPlan, ended: Callable[[int], object] = lambda count: None
@@ -69,13 +75,11 @@ def evaluate_saved(
         HungError: the simulator hangs.
     """
     stored = open_stored(path, resolve_device(plan.device), plan.trust)
-    if plan.play is not None:
-        stored = stored.for_play(plan.play)
+    stored = stored.for_play(plan.play)
     found, config = stored.path, stored.config
     set_precision(config.placement)
     num_envs = min(plan.num_envs, plan.episodes)
-    epsilon = config.eval.epsilon if plan.epsilon is None else plan.epsilon
-    rules = EpisodeRules(plan.episodes, epsilon, max_steps=plan.max_steps or config.eval.max_steps)
+    rules = plan.rules(config)
     with watchdog.guarded():
         result, played = _play(stored, num_envs, plan.seed, rules, ended)
     return {
@@ -83,7 +87,7 @@ def evaluate_saved(
         "task": config.task.title,
         "algo": config.algo.name,
         "seed": plan.seed,
-        "epsilon": epsilon,
+        "epsilon": rules.epsilon,
         **({"play": True} if played else {}),
         "num_envs": num_envs,
         "episodes": len(result.returns),

@@ -122,9 +122,10 @@ class Stored(NamedTuple):
     config: Config
     counters: Mapping[str, float] = {}
 
-    def for_play(self, play: bool) -> "Stored":
-        """Return it with another ``eval.play``, for :meth:`make_env`."""
-        return self._replace(config=replace(self.config, eval=replace(self.config.eval, play=play)))
+    def for_play(self, play: bool | None) -> "Stored":
+        """Return it with ``eval.play``, for :meth:`make_env`; None: as it is."""
+        changed = replace(self.config, eval=replace(self.config.eval, play=play))
+        return self if play is None else self._replace(config=changed)
 
     def make_env(self, num_envs: int, **kwargs: Any) -> VecEnv:
         """Build environments of its task for episodes that count, on the policy's device and at the stage of its

@@ -12,6 +12,7 @@ from pql.config.compose import compose
 from pql.contract.env import Box, EnvSpec, ObsSpec
 from pql.errors import ConfigError
 from pql.run import build
+from pql.run.policy import fresh_policy
 from pql.types import Step
 
 
@@ -192,6 +193,19 @@ def test_a_teacher_of_whole_images_cannot_read_reduced_ones(monkeypatch):
 def test_a_teacher_that_is_not_there_is_named():
     with pytest.raises(ConfigError, match=r"algo\.teacher=there: expected a run directory"):
         start(config())
+
+
+def test_a_resumed_run_needs_the_same_teacher(stub):
+    parts = start(config())
+    parts.check_sources({})  # a checkpoint of an older release
+    parts.check_sources({"algo.teacher": "stub"})
+    with pytest.raises(ConfigError, match=r"algo\.teacher=there: expected the content that it had when the run began"):
+        parts.check_sources({"algo.teacher": "another"})
+    parts.close_envs()
+    one, same, other = (fresh_policy(config(), parts.env.spec, "cpu") for _ in range(3))
+    next(other.net.parameters()).data[0] += 1
+    assert len(one.digest()) == 64
+    assert (one.digest() == same.digest(), one.digest() == other.digest()) == (True, False)
 
 
 def test_a_teacher_is_needed():

@@ -118,12 +118,12 @@ def test_actions_outside_the_bounds_are_clipped_and_counted(tmp_path):
 @pytest.mark.parametrize(
     ("change", "keys", "message"),
     [
-        ({"leave_out": ["next.reward"]}, {}, "demo_keys.reward=null: expected columns of numbers, without setting "
-         "[next.reward]; the dataset has observation.state float32 [3], action"),
-        ({"observation.state": OBS[:, :2]}, {}, "demo_keys.policy=null: expected columns of numbers, without setting "
-         "[observation.policy], that together have shape [3]; the dataset has"),
+        ({"leave_out": ["next.reward"]}, {}, "demo_keys.reward=null: expected columns of numbers (else "
+         "['next.reward']); the dataset has observation.state float32 [3], action"),
+        ({"observation.state": OBS[:, :2]}, {}, "demo_keys.policy=null: expected columns of numbers, of shape [3] "
+         "together (else ['observation.policy']); the dataset has"),
         ({"action": np.repeat(TORQUE, 2, 1)}, {}, "demo_keys.action=null"),
-        ({}, {"policy": ["observation.images.top"]}, "videos and images are not decoded"),
+        ({}, {"policy": ["observation.images.top"]}, "observation.images.top is not decoded; the dataset has"),
         ({}, {"policy": ["observation.stat"]}, "demo_keys.policy=['observation.stat']: expected columns"),
         ({}, {"polcy": ["x"]}, "demo_keys.polcy=['x']: expected one of policy, action, reward, terminated (did"),
         ({"version": "v1.6"}, {}, "a dataset of LeRobot v2 or v3, not v1.6"),

@@ -45,6 +45,7 @@ COVERED = {
     r"(PQL_SETTINGS=.* )?(train|play) ": "mjlab's: tests/envs/test_adapters.py",
     r"(isaaclab|\./isaaclab\.sh) ": "Isaac Lab's: tests/lab/test_lab_isaaclab.py has stand-ins",
     r"pql play .*--(live|browser)": "needs a screen, or viser: tests/run/test_play.py has stand-ins",
+    r"pql (record|train .*replay.demos=(demos|path))": "tests/run/test_record.py, tests/data/test_datasets.py",
     r"pql (push|pull|eval walker )": "needs a hub: tests/hub/test_hub.py has a stand-in",
     r"pql (fleet|actor .*learner\.lan)": "needs a cluster: tests/remote/test_fleet.py",
     r"pql train task=remote .*0\.0\.0\.0": "TLS and tokens: tests/remote/test_remote.py",

@@ -327,7 +327,8 @@ def test_old_python_compiles_it(tmp_path):
     assert load_file(tmp_path / "log.safetensors")["reward"].shape == (3,)
 
 
-def test_the_replay_reads_its_log(tmp_path, capsys):
+@pytest.mark.parametrize("reader", ["prefill", "demos"])
+def test_the_replay_reads_its_log(tmp_path, capsys, reader):
     one, _, _ = controller(
         log=str(tmp_path / "log.safetensors"),
         size=3,
@@ -341,12 +342,12 @@ def test_the_replay_reads_its_log(tmp_path, capsys):
     words = ["task=pendulum", "algo=sac", "device=cpu", "num_envs=4", "budget.env_steps=64", "algo.batch_size=16"]
     more = [
         f"run_dir={tmp_path / 'run'}",
-        f"replay.prefill={one._log.path}",
+        f"replay.{reader}={one._log.path}",
         "eval.final=false",
         "replay.capacity=1000",
     ]
     pql.train(*words, *more, "algo.warmup_steps=8")
-    assert "replay starts with 99 transitions of " in capsys.readouterr().out
+    assert ("replay starts with 99 transitions of " in capsys.readouterr().out) == (reader == "prefill")
 
 
 def test_the_loop_of_the_guide_runs_as_printed(tmp_path, monkeypatch):

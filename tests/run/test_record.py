@@ -13,7 +13,7 @@ from pql.data.transitions import File, read_transitions, save_rows
 from pql.envs.toy import Counter
 from pql.run.episodes import EpisodeRules, run_episodes
 from pql.run.policy import load_policy
-from pql.run.record import Recorder, rows_of_episodes
+from pql.run.record import TapedEnv, rows_of_episodes
 
 SPECS = {"policy": ObsSpec((2,))}
 SMALL = ["task=pendulum", "algo=sac", "device=cpu", "num_envs=4", "placement.executor=inline", "eval.final=false"]
@@ -21,7 +21,7 @@ SMALL = ["task=pendulum", "algo=sac", "device=cpu", "num_envs=4", "placement.exe
 
 def recorded(folder, env, max_steps=None):
     """The first episode of every environment, written and read."""
-    tape = Recorder(env, 0.0, 0)
+    tape = TapedEnv(env, 0.0, 0)
     zeros = torch.zeros(env.spec.num_envs, 2)
     result = run_episodes(tape, lambda obs: zeros, 0, EpisodeRules(env.spec.num_envs, max_steps=max_steps))
     lengths = {i: int(length) for i, length in enumerate(result.lengths)}
