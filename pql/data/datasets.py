@@ -73,7 +73,7 @@ class Robomimic:
     def __init__(self, path: Path):
         import h5py
 
-        data = h5py.File(path, "r")["data"]
+        self.path, data = str(path), h5py.File(path, "r")["data"]
         self.demos = [data[k] for k in sorted(data, key=lambda name: (len(name), name)) if len(data[k]["actions"])]
         if not self.demos:
             raise ValueError("it has no demonstrations")
@@ -84,14 +84,19 @@ class Robomimic:
 
     def column(self, name: str) -> Tensor:
         """Return a column [T, ...]."""
-        parts = [demo[name] if name in demo else demo["obs"][name] for demo in self.demos]
-        return torch.cat([torch.from_numpy(part[()]) for part in parts])
+        return torch.cat([self._array(demo[name] if name in demo else demo["obs"][name]) for demo in self.demos])
+
+    def _array(self, part: Any) -> Tensor:
+        """Return a dataset [T, ...] of the file itself: the file may be of somebody else. Raises ``ValueError``."""
+        if part.file.filename != self.path or part.external or part.is_virtual:
+            raise ValueError(f"{part.name} is in another file")
+        return torch.from_numpy(part[()])
 
     def finals(self, name: str) -> Tensor | None:
         """Return the final observations of F episodes, [F, ...]; None: unknown."""
         if not all(name in demo.get("next_obs", {}) for demo in self.demos):
             return None
-        return torch.stack([torch.from_numpy(demo["next_obs"][name][-1]) for demo in self.demos])
+        return torch.stack([self._array(demo["next_obs"][name])[-1] for demo in self.demos])
 
 
 def read_dataset(

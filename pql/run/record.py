@@ -103,7 +103,7 @@ def _with_end(one: Columns) -> Columns:
     """Return the columns [L, ...] of an episode with its final observation, if it is known, in a filler row."""
     last = {k: v[-1:] for k, v in one.items()}
     one["truncated"][-1:] |= ~last["terminated"] & ~last["first"]  # by a limit of this recording
-    known = (last["final_ok"] & (last["terminated"] | last["truncated"])).repeat(1)
+    known = last["final_ok"] & (last["terminated"] | last["truncated"])
     filler = {k: last["final" + k[3:]] if k.startswith("obs.") else torch.zeros_like(v) for k, v in last.items()}
     one["valid"], filler["valid"] = torch.ones_like(one["first"]), torch.zeros_like(known)
     out = {k: torch.cat((v, filler[k][known])) for k, v in one.items() if not k.startswith("final")}
@@ -137,6 +137,8 @@ def record_demonstrations(
     if file.suffix != ".safetensors":
         raise ConfigError("out", out, "a file name that ends in .safetensors")
     stored = open_stored(path, resolve_device(plan.device), plan.trust).for_play(plan.play)
+    with writing("out", file, "file"):  # before the episodes are played
+        file.parent.mkdir(parents=True, exist_ok=True)
     set_precision(stored.config.placement)
     rules, idle = plan.rules(stored.config), 0
     num_envs = plan.num_envs if plan.steps else min(plan.num_envs, plan.episodes)

@@ -12,10 +12,13 @@ from pql.run.episodes import EpisodeRules, run_episodes
 from pql.run.record import TapedEnv, rows_of_episodes
 
 GOAL, EVERY = -200, 50  # mean greedy return of 32 episodes (the best possible is about -150); env steps
-LEARNER = """task=pendulum algo=sac device=cpu seed=1 num_envs=2 placement.executor=inline task.reward_scale=0.1 algo.alpha=0.1
-    algo.warmup_steps=25 algo.v_per_step=8 algo.p_per_v=1 algo.n_step=5 algo.gamma=0.95 algo.batch_size=256
-    algo.critic.layer_norm=true algo.critic.hidden=[64,64] algo.critic.lr=0.003 algo.critic.tau=0.05
-    algo.policy.hidden=[64,64] algo.policy.lr=0.003 replay.capacity=20000""".split()
+LEARNER = [
+    *("task=pendulum", "task.reward_scale=0.1", "algo=sac", "num_envs=2", "seed=1", "device=cpu"),
+    *("algo.alpha=0.1", "algo.gamma=0.95", "algo.n_step=5", "algo.batch_size=256", "algo.warmup_steps=25"),
+    *("algo.v_per_step=8", "algo.p_per_v=1", "replay.capacity=20000", "placement.executor=inline"),
+    *("algo.critic.layer_norm=true", "algo.critic.hidden=[64,64]", "algo.critic.lr=0.003", "algo.critic.tau=0.05"),
+    *("algo.policy.hidden=[64,64]", "algo.policy.lr=0.003"),
+]
 
 
 def swing_up(obs):

@@ -199,6 +199,20 @@ def test_robomimic_refusals(tmp_path):
         read(tmp_path / "c.hdf5")
 
 
+def test_robomimic_files_cannot_name_other_files(tmp_path):
+    robomimic(tmp_path / "secret.h5")
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(robomimic(tmp_path / "a.h5"), "a") as file:
+        del file["data/demo_0/rewards"]
+        file["data/demo_0/rewards"] = h5py.ExternalLink(str(tmp_path / "secret.h5"), "/data/demo_0/rewards")
+    with h5py.File(robomimic(tmp_path / "b.h5"), "a") as file:
+        del file["data/demo_0/rewards"]
+        file["data/demo_0"].create_dataset("rewards", (4,), "f4", external=[(str(tmp_path / "secret.h5"), 0, 16)])
+    for name in ("a.h5", "b.h5"):
+        with pytest.raises(ConfigError, match="/data/demo_0/rewards is in another file"):
+            read(tmp_path / name, KEYS)
+
+
 def test_a_run_reads_a_dataset_and_refuses_keys_of_other_files(tmp_path):
     words = ["task=pendulum", "algo=sac", "num_envs=2", "device=cpu", "placement.executor=inline", "algo.batch_size=8"]
     words += ["algo.warmup_steps=4", f"replay.demos={robomimic(tmp_path / 'low_dim.hdf5')}"]
