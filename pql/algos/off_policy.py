@@ -35,12 +35,13 @@ from pql.config.algorithms.distill import DistillConfig
 from pql.config.files import expanded
 from pql.contract.env import Box, EnvSpec
 from pql.data.augment import Augment
+from pql.data.datasets import read_dataset
 from pql.data.demos import Demos
 from pql.data.mirror import Mirror
 from pql.data.normalize import Normalizer
 from pql.data.replay import Cursor, Replay
 from pql.data.tensorfile import digest_of
-from pql.data.transitions import read_transitions
+from pql.data.transitions import File, read_transitions
 from pql.engine.flat import Flat
 from pql.engine.schedule import Counts, tick_counts
 from pql.engine.worker import Learner
@@ -102,8 +103,10 @@ def check_off_policy(config: Config[ActorCriticConfig], spec: EnvSpec, counts: C
     check_obs(config, spec)
     check_images(config, spec)
     if config.replay.demos is not None:  # its columns only; it is read again into a ring
-        path, action = expanded("replay.demos", config.replay.demos), torch.empty(0, *spec.action.shape)
-        read_transitions("replay.demos", path, stored_obs(config, spec), action, whole=spec.obs)
+        setting, stored = "replay.demos", stored_obs(config, spec)
+        path = expanded(setting, config.replay.demos)
+        data = read_dataset(setting, path, config.replay.demo_keys, stored, spec)
+        read_transitions(File(setting, path, stored, spec.obs, data), torch.empty(0, *spec.action.shape))
     return ring_rows(config, spec, counts, device)
 
 

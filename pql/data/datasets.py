@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pql.config.files import read_json
 from pql.contract.env import Box, EnvSpec, ObsSpec
-from pql.data.frames import kept_shape
+from pql.contract.stacks import kept_shape
 from pql.errors import ConfigError, PqlWarning, nearest
 
 KEYS = "replay.demo_keys"

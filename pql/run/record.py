@@ -12,7 +12,7 @@ from pql.config.fields import Range
 from pql.config.files import expanded
 from pql.config.validate import STEPS, resolve_device
 from pql.contract.env import Box, EnvSpec, VecEnv
-from pql.data.frames import newest_frame
+from pql.contract.stacks import newest_frame
 from pql.data.transitions import Columns, save_rows
 from pql.engine import watchdog
 from pql.engine.placement import set_precision
@@ -83,7 +83,7 @@ class TapedEnv:
         step = self.env.step(action)
         row = {k: getattr(step, k) for k in ("reward", "terminated", "truncated", "first", "valid", "final_ok")}
         for k, obs in (("obs", self.obs), ("final", step.final_obs)):
-            row |= {f"{k}.{group}": newest_frame(v, self.spec.obs[group].stack) for group, v in obs.items()}
+            row |= {f"{k}.{group}": newest_frame(v, self.spec.obs[group]) for group, v in obs.items()}
         self.rows.append({k: v.cpu() for k, v in {**row, "action": action}.items()})
         self.obs = step.obs
         return step
@@ -142,7 +142,7 @@ def record_demonstrations(
     set_precision(stored.config.placement)
     rules, idle = plan.rules(stored.config), 0
     num_envs = plan.num_envs if plan.steps else min(plan.num_envs, plan.episodes)
-    episodes, returns, seen, steps, seed = [], [], [], 0, plan.seed
+    episodes, returns, seen, steps, seed = list[Columns](), [], [], 0, plan.seed
     with watchdog.guarded(), simulator(stored, num_envs, rules, "the recording") as env:
         plan.check(env.spec)
         tape = TapedEnv(env, plan.noise, plan.seed)
