@@ -247,7 +247,21 @@ def check_known(record: type[AlgoConfig], name: str, value: Any, preset: str) ->
 
 RESUMABLE = ("budget", "eval", "logger", "checkpoint")
 RESUMABLE_TOO = ("replay.save", "replay.demos", "algo.teacher")
-"""Groups and settings that may be overridden when a run is resumed."""
+"""Groups and settings that may be overridden when a run is resumed, with the algorithm's (:func:`live`)."""
+
+
+def live(config: Config) -> list[str]:
+    """Return the algorithm's settings that may change when its run is resumed: numbers that updates read and from which
+    nothing saved was derived. An adaptive learning rate belongs to what is saved."""
+    adaptive = getattr(config.algo, "lr_schedule", "") == "adaptive"
+    found = [one for one in settings(config) if one.declaration.live and is_read(config, one)]
+    return [one.name for one in found if not (adaptive and one.name.endswith("lr"))]
+
+
+def changed_live(before: Config, now: Config) -> list[str]:
+    """Return the live settings in which two configs of one run differ."""
+    one, two = dict(leaves(before)), dict(leaves(now))
+    return [name for name in live(now) if one[name] != two[name]]
 
 
 def merge_layers(layers: Sequence[Layer], given: Mapping[str, Any]) -> Config:

@@ -46,6 +46,7 @@ class Declaration:
         replaces: settings of other algorithms that have the same purpose; a wrong name is answered with this one.
         ranks: how several processes of one run divide it: "divide" (evenly), "floor", or "" (they do not).
         weights: ``init_from`` refuses a run in which this setting differs, for its "policy" or "critic"; "": never.
+        live: a resumed run may change it: updates read it, and nothing that is saved depends on it.
     """
 
     doc: str = ""
@@ -55,6 +56,7 @@ class Declaration:
     replaces: tuple[str, ...] = ()
     ranks: str = ""
     weights: str = ""
+    live: bool = False
 
     def check(self, name: str, value: Any) -> None:
         """Raise ``ConfigError`` for a value that is not allowed."""
@@ -78,6 +80,7 @@ def setting(
     replaces: tuple[str, ...] = (),
     ranks: str = "",
     weights: str = "",
+    live: bool = False,
 ) -> Any:
     """Return a dataclass field for a setting.
 
@@ -89,7 +92,7 @@ def setting(
     limits = None
     if low is not None or above is not None:
         limits = Range(low if low is not None else above, high, low is not None)  # type: ignore[arg-type]
-    return _field(default, Declaration(doc, limits, choices, when, replaces, ranks, weights))
+    return _field(default, Declaration(doc, limits, choices, when, replaces, ranks, weights, live))
 
 
 def like(record: type, name: str, default: Any = dataclasses.MISSING, **changes: Any) -> Any:

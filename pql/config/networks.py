@@ -24,14 +24,14 @@ class TrainedNetConfig:
         "Network class that replaces the MLP: module:Class, or a name in the entry-point group pql.nets.",
         weights="policy",
     )
-    lr: float = setting(5e-4, "Learning rate.", above=0, high=1)
+    lr: float = setting(5e-4, "Learning rate.", above=0, high=1, live=True)
     eps: float | None = setting(
         None,
         "The optimiser's epsilon, added to the root of the mean squared gradient; null: the optimiser's default.",
         above=0,
         high=1,
     )
-    weight_decay: float = setting(0.01, "Decoupled weight decay (AdamW).", low=0, high=1)
+    weight_decay: float = setting(0.01, "Decoupled weight decay (AdamW).", low=0, high=1, live=True)
     grad_clip: float | None = setting(0.5, "Largest gradient norm; null: no clipping.", above=0, high=1e9)
     beta1: float = setting(0.9, "Decay of the running mean of gradients (Adam).", low=0, high=0.9999)
     beta2: float = setting(0.999, "Decay of the running mean of squared gradients (Adam).", low=0, high=0.999999)
@@ -197,7 +197,7 @@ class CriticConfig(CategoricalConfig, TrainedNetConfig, TrunkConfig):
         when="target=min|projected|mean",
     )
     tau: float = setting(
-        0.05, "Weight of the critic in an update of the target network (Polyak averaging).", above=0, high=1
+        0.05, "Weight of the critic in an update of the target network (Polyak averaging).", above=0, high=1, live=True
     )
     target_every: int = setting(
         1, "Critic updates per update of the target network; TD3: 1 / p_per_v.", low=1, high=10**6
@@ -277,9 +277,10 @@ class DeterministicPolicyConfig(ClimbingPolicyConfig):
         above=0,
         high=1,
         when="target",
+        live=True,
     )
     saturation_penalty: float = setting(
-        0.0, "Weight in the policy's loss of the mean squared pre-tanh output.", low=0, high=1e3
+        0.0, "Weight in the policy's loss of the mean squared pre-tanh output.", low=0, high=1e3, live=True
     )
 
 

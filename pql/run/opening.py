@@ -6,7 +6,8 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from pql.collect.prefill import prefill
-from pql.config import Config
+from pql.config import Config, from_dict, leaves
+from pql.config.compose import changed_live
 from pql.config.files import expanded
 from pql.contract.env import VecEnv
 from pql.contract.optional import Resumable, stage_of, supports
@@ -14,7 +15,7 @@ from pql.contract.spec_json import spec_to_dict
 from pql.engine import crash
 from pql.engine.deadlines import start_limit
 from pql.engine.watchdog import Watchdog, watching
-from pql.errors import ConfigError, RunError, first_line
+from pql.errors import ConfigError, RunError, first_line, show
 from pql.run.build import build
 from pql.run.components import Parts
 from pql.run.episodes import limit_note
@@ -144,7 +145,13 @@ def _continue(session: "Session") -> int:
         parts.load_counters(counters)
     _reset(session)
     with session.doing("loading the resume point"):
-        parts.load_state_dict(checkpoint.unflatten(tensors, parts.state_dict()))
+        state = parts.state_dict()
+        if session.resumed and (new := changed_live(from_dict(manifest["config"]), session.config)):
+            mine = dict(leaves(session.config))
+            session.say("changed: " + ", ".join(f"{name}={show(mine[name])}" for name in new))
+            if any(name.endswith("lr") for name in new):  # saved with the optimisers
+                tensors |= {k: v for k, v in checkpoint.flatten(state).items() if k.rpartition("/")[2] == "lr"}
+        parts.load_state_dict(checkpoint.unflatten(tensors, state))
         session.seconds = counters["seconds"]
         if not supports(parts.env, Resumable):
             stage = ", ".join(f"{k.removeprefix('stage/')} {v:,g}" for k, v in stage_of(parts.env).items())

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pql.config import Config, from_dict, leaves
-from pql.config.compose import RESUMABLE, RESUMABLE_TOO, merge_layers, parse_words
+from pql.config.compose import RESUMABLE, RESUMABLE_TOO, live, merge_layers, parse_words
 from pql.config.layers import Layer
 from pql.config.schema import nested
 from pql.config.trust import FILES, PYTHON, check_files, check_links, check_networks, check_task, names_code
@@ -18,7 +18,7 @@ UPLOADING = "logger.mode"  # accepted only from the command line: the run direct
 
 
 def resume_config(run_dir: Path, overrides: Sequence[str], trust: bool = False) -> Config:
-    """Return a run's config with ``overrides`` of its budget, evaluation, logger or checkpoints.
+    """Return a run's config with ``overrides`` of its budget, evaluation, logger, checkpoints or live settings.
 
     Args:
         overrides: may repeat settings that name code with their old values, which then need no trust. The simulator's
@@ -31,9 +31,10 @@ def resume_config(run_dir: Path, overrides: Sequence[str], trust: bool = False) 
     data = run_settings(run_dir)
     presets, values = parse_words(overrides, dict(leaves(from_dict(data))))
     values |= {f"{group}.kind": name for group, name in presets.items() if group == "logger"}
+    free = [*RESUMABLE_TOO, *live(from_dict(data))]
     for key, value in {**presets, **values}.items():
-        if key.partition(".")[0] not in RESUMABLE and key not in RESUMABLE_TOO and not names_code(key):
-            known = [*(f"{g}.*" for g in RESUMABLE), *RESUMABLE_TOO]
+        if key.partition(".")[0] not in RESUMABLE and key not in free and not names_code(key):
+            known = [*(f"{g}.*" for g in RESUMABLE), *free]
             raise ConfigError(key, value, f"one of {', '.join(known)}: the rest stays as it was")
     saved = dict(leaves(from_dict(data)))
     config = merge_layers([Layer("run", data), Layer("command line", nested(values))], values)

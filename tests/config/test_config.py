@@ -498,7 +498,11 @@ def test_a_resumed_config_is_the_saved_one_with_another_budget(tmp_path):
     assert resumed.algo == config.algo
 
 
-MAY_CHANGE = "budget.*, eval.*, logger.*, checkpoint.*, replay.save, replay.demos, algo.teacher"
+MAY_CHANGE = (
+    "budget.*, eval.*, logger.*, checkpoint.*, replay.save, replay.demos, algo.teacher, "
+    "algo.gamma, algo.critic.lr, algo.critic.weight_decay, algo.critic.tau, algo.policy.lr, "
+    "algo.policy.weight_decay, algo.policy.saturation_penalty, algo.smoothing, algo.smoothing_clip"
+)
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,11 @@ from typing import ClassVar
 import pytest
 import torch
 from conftest import differences
-from run_files import WORDS, manifest, points, resume, rows, run, whole_and_resumed, words
+from run_files import QUICK, WORDS, manifest, points, resume, rows, run, whole_and_resumed, words
 from sampling import sample
 
 import pql
+from pql.config import from_dict, leaves
 from pql.config.compose import compose
 from pql.contract.registry import register
 from pql.data import tensorfile
@@ -31,7 +32,7 @@ from pql.run.policy import load_policy
 from pql.run.resume import resume_config
 from pql.run.session import Session
 from pql.run.store import checkpoint
-from pql.run.store.run_dir import read_summary
+from pql.run.store.run_dir import amend_config, read_summary
 from pql.types import Rows
 
 
@@ -806,3 +807,29 @@ def test_a_quiet_run_warns_of_nothing(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error", PqlWarning)
         run(*words(tmp_path, "eval.final=true"))
+
+
+@pytest.mark.parametrize(
+    ("algo", "changed", "rate", "saved"),
+    [
+        ("pql", "algo.critic.lr=0.25", "learners/v/state/optimizer/lr", 0.25),
+        ("ppo", "algo.policy.lr=0.25", "learners/learner/state/optimizer/lr", 0.25),
+        ("ppo", "algo.clip=0.4", "learners/learner/state/optimizer/lr", 5e-4),
+    ],
+)
+def test_a_resumed_run_may_change_settings_that_updates_read(tmp_path, algo, changed, rate, saved):
+    """Also when its first sitting with them did not reach a resume point: the older one keeps its own."""
+    rollouts = ["task=lqr", "algo=ppo", *QUICK[:4], "algo.warmup_steps=0", "algo.lr_schedule=fixed", "eval.final=false"]
+    mine = [w for w in WORDS if "budget" not in w] if algo == "pql" else [*rollouts, "eval.num_envs=2"]
+    run(*mine, "algo.policy.lr=5e-4", f"run_dir={tmp_path}", "budget.env_steps=640", "budget.seconds=null")
+    first, name = points(tmp_path)[-1], changed.partition("=")[0]
+    amend_config(tmp_path, resume_config(tmp_path, [changed]), [changed])  # what a sitting that is killed has written
+    with pytest.warns(PqlWarning, match=f"differs from the run in {name}: the settings in its resume point are used"):
+        resume(tmp_path, changed, "budget.env_steps=1280")
+    last = points(tmp_path)[-1]
+    assert last != first
+    assert checkpoint.load(last)[0][rate].item() == pytest.approx(saved)
+    was, now = (dict(leaves(from_dict(manifest(path)["config"])))[name] for path in (first, last))
+    assert (was, now) == (dict(leaves(compose([*mine, "algo.policy.lr=5e-4"])))[name], float(changed.partition("=")[2]))
+    resume(tmp_path, "budget.env_steps=1920")  # and stays
+    assert checkpoint.load(points(tmp_path)[-1])[0][rate].item() == pytest.approx(saved)

@@ -89,8 +89,10 @@ class DdpgConfig(ActorCriticConfig):
 
     family: str = like(AlgoConfig, "family", "ddpg")
     policy: DeterministicPolicyConfig = group(DeterministicPolicyConfig, "Policy.")
-    smoothing: float = setting(0.8, "Standard deviation of the noise on target actions (TD3).", low=0, high=10)
-    smoothing_clip: float = setting(0.2, "Bound at which that noise is clipped (TD3).", low=0, high=2)
+    smoothing: float = setting(
+        0.8, "Standard deviation of the noise on target actions (TD3).", low=0, high=10, live=True
+    )
+    smoothing_clip: float = setting(0.2, "Bound at which that noise is clipped (TD3).", low=0, high=2, live=True)
 
     def check(self, config: "Config") -> None:
         super().check(config)
@@ -106,7 +108,7 @@ class SacConfig(ActorCriticConfig):
     family: str = like(AlgoConfig, "family", "sac")
     alpha: float = setting(1.0, "Initial temperature.", above=0, high=100)
     auto_alpha: bool = setting(True, "Learn the temperature.")
-    alpha_lr: float = setting(0.005, "Learning rate of the temperature.", above=0, high=1, when="auto_alpha")
+    alpha_lr: float = setting(0.005, "Learning rate of the temperature.", above=0, high=1, when="auto_alpha", live=True)
     alpha_updates: str = setting(
         "policy",
         "Updates that include one of the temperature: policy, with its entropy at the sampled states; critic, at their "

@@ -100,8 +100,8 @@ class RolloutAlgoConfig(AlgoConfig):
 class StochasticConfig(RolloutAlgoConfig):
     """A stochastic policy and a value network, trained on rollouts by one optimiser."""
 
-    entropy_coef: float = setting(0.0, "Weight of the entropy bonus.", low=0, high=1e6)
-    value_coef: float = setting(1.0, "Weight of the value loss.", low=0, high=1e6)
+    entropy_coef: float = setting(0.0, "Weight of the entropy bonus.", low=0, high=1e6, live=True)
+    value_coef: float = setting(1.0, "Weight of the value loss.", low=0, high=1e6, live=True)
     squash: bool = setting(
         False,
         "Continuous actions only: true: tanh of a Gaussian; false: a Gaussian clamped to [-1, 1].",
@@ -137,9 +137,9 @@ class PpoConfig(StochasticConfig):
     family: str = like(AlgoConfig, "family", "ppo")
     schedule: str = like(AlgoConfig, "schedule", "lockstep")
     epochs: int = setting(4, "Passes over a rollout.", low=1, high=1000, replaces=("v_per_step",))
-    gae_lambda: float = setting(0.95, "Lambda of GAE.", low=0, high=1, replaces=("n_step",))
+    gae_lambda: float = setting(0.95, "Lambda of GAE.", low=0, high=1, replaces=("n_step",), live=True)
     clip: float | None = setting(
-        0.2, "Clip range of the probability ratio; null: the plain policy gradient.", above=0, high=10
+        0.2, "Clip range of the probability ratio; null: the plain policy gradient.", above=0, high=10, live=True
     )
     value_clip: float | None = setting(
         None,
@@ -164,6 +164,7 @@ class PpoConfig(StochasticConfig):
         above=0,
         high=100,
         when="lr_schedule=adaptive",
+        live=True,
     )
     kl_stop: float | None = setting(
         None,
@@ -225,6 +226,7 @@ class ImpalaConfig(StochasticConfig):
         low=0,
         high=1,
         replaces=("n_step",),
+        live=True,
     )
     correction: str = setting(
         "vtrace",
@@ -240,7 +242,7 @@ class ImpalaConfig(StochasticConfig):
         StochasticConfig, "value_coef", 0.5, doc="Weight of the value loss, which is half the squared error."
     )
     entropy_coef: float = like(StochasticConfig, "entropy_coef", 0.01, replaces=("explore",))
-    kl_coef: float = setting(0.0, "Weight of KL(policy that acted || policy).", low=0, high=1e6)
+    kl_coef: float = setting(0.0, "Weight of KL(policy that acted || policy).", low=0, high=1e6, live=True)
     shared: bool = like(StochasticConfig, "shared", True)
     optimizer: str = like(StochasticConfig, "optimizer", "rmsprop_tf")
     vtrace: VtraceConfig = group(VtraceConfig, "Truncated importance weights.")
@@ -280,6 +282,7 @@ class PqnConfig(RolloutAlgoConfig):
         low=0,
         high=1,
         replaces=("n_step",),
+        live=True,
     )
     optimizer: str = setting("radam", "Optimiser.", choices=("radam", "adam"))
     critic: ResidualNetConfig = group(ResidualNetConfig, "Q-network.", replaces=("policy",))
@@ -313,6 +316,7 @@ class ReppoConfig(RolloutAlgoConfig):
         low=0,
         high=1,
         replaces=("n_step",),
+        live=True,
     )
     kl_bound: float = setting(
         0.1, "KL(policy that acted || policy) of a row above which its loss is beta times the KL.", above=0, high=100

@@ -20,7 +20,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from pql.config import Config
+from pql.config import Config, from_dict
+from pql.config.compose import changed_live
 from pql.config.files import check_header, check_ordinary, create_file, read_json
 from pql.data import tensorfile
 from pql.errors import ConfigError, PqlWarning
@@ -245,14 +246,15 @@ def checkpoint_settings(folder: Path) -> dict[str, Any] | None:
 
 
 def amend_manifest(folder: Path, config: Config) -> None:
-    """Replace the config in all resume points in ``folder`` with intact manifests. Raises ``OSError``: it cannot be
-    written; the old manifest is kept."""
+    """Replace the config in all resume points in ``folder`` with intact manifests and the same live settings, whose
+    effects they hold. Raises ``OSError``: it cannot be written; the old manifest is kept."""
     for path in resume_points(folder):
         try:
             manifest = _manifest(path, ("resume",))
         except (OSError, ValueError):  # readers skip it as well
             continue
-        _write_manifest(_present(path), {**manifest, **config_entries(config)})
+        if not changed_live(from_dict(manifest["config"]), config):
+            _write_manifest(_present(path), {**manifest, **config_entries(config)})
 
 
 def of_rank(folder: Path, rank: int) -> Path:
