@@ -193,9 +193,9 @@ def run_push(args: argparse.Namespace) -> int:
 
 
 def run_sweep(args: argparse.Namespace) -> int:
-    from pql.cli import sweep
+    from pql.cli import population, sweep
 
-    return sweep.sweep_command(args.overrides)
+    return (population.population_command if args.pbt else sweep.sweep_command)(args.overrides)
 
 
 def run_watch(args: argparse.Namespace) -> int:

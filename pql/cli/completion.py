@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from pql.cli.sweep_plan import AXES, OBJECTIVES, SAMPLERS, Settings
+from pql.cli.sweep_plan import AXES, OBJECTIVES, PRUNERS, SAMPLERS, Settings
 from pql.config import Config
 from pql.config.algorithms import RECORDS
 from pql.config.compose import RESUMABLE, RESUMABLE_TOO, known_settings
@@ -56,6 +56,7 @@ OWN = {
     "sampler": SAMPLERS,
     "objective": OBJECTIVES,
     "prune": AXES,
+    "pruner": PRUNERS,
     "x": ("seconds", "env_steps", "updates"),
     "formats": ("pt2", "onnx"),
     "scale": ("true", "false"),

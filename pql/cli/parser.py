@@ -140,7 +140,10 @@ COMMANDS = {
     ),
     "sweep": Command(
         "search settings: pql sweep 'algo.critic.lr=interval(1e-4,1e-2)' trials=20",
-        (overrides("as for train; trials= seeds= sampler= objective= prune= sweep_dir="),),
+        (
+            overrides("as for train; trials= seeds= sampler= objective= prune= pruner= sweep_dir="),
+            flag("--pbt", about="population based training: population=4 every=50_000 instead of trials="),
+        ),
     ),
     "warm-up": Command(
         "compile ahead what a run needs: pql warm-up task=ant num_envs=4096", (overrides("as for train"),)

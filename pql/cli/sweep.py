@@ -23,7 +23,8 @@ from pql.errors import ConfigError
 from pql.run.store import run_dir as rundir
 
 BUCKETS = 20  # parts of the budget; evaluations of two trials are compared within the same bucket
-PATIENCE = 5  # no trial is ended before this bucket, nor before this many trials have finished
+PATIENCE = 5  # the median ends no trial before this bucket, nor before this many trials have finished
+RUNG, KEPT = 2, 3  # asha: of the trials at buckets 2, 6 and 18, one in three goes on
 
 
 def sweep_command(words: Sequence[str], program: Sequence[str] = PROGRAM) -> int:
@@ -40,7 +41,7 @@ def sweep_command(words: Sequence[str], program: Sequence[str] = PROGRAM) -> int
         study = open_study(plan)
         while (trial := next_trial(study, plan)) is not None:
             run_trial(plan, study, trial, runner)
-            write_trials(plan, study)
+            write_trials(plan, trial_rows(study))
             if runner.asked:
                 print("interrupted: give the same command again to continue")
                 return INTERRUPTED
@@ -56,7 +57,9 @@ def open_study(plan: Plan) -> Any:
     settings."""
     import optuna
 
-    pruner = optuna.pruners.MedianPruner(n_startup_trials=PATIENCE, n_warmup_steps=PATIENCE)
+    pruner: Any = optuna.pruners.MedianPruner(n_startup_trials=PATIENCE, n_warmup_steps=PATIENCE)
+    if plan.settings.pruner == "asha":
+        pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=RUNG, reduction_factor=KEPT)
     study = optuna.create_study(
         storage=f"sqlite:///{(plan.folder / 'study.db').resolve()}",
         study_name="sweep",
@@ -64,16 +67,20 @@ def open_study(plan: Plan) -> Any:
         direction="maximize",
         pruner=optuna.pruners.NopPruner() if plan.settings.prune == "none" else pruner,
     )
-    asked, before = plan.asked(), study.user_attrs.get("asked")
-    if before is None:
-        study.set_user_attr("asked", asked)
-    elif asked != before:
+    study.set_user_attr("asked", check_asked(plan, study.user_attrs.get("asked")))
+    return study
+
+
+def check_asked(plan: Plan, before: dict[str, str] | None) -> dict[str, str]:
+    """Return what the command asks for. Raises ``ConfigError``: the sweep was begun with something else, ``before``."""
+    asked = plan.asked()
+    if before is not None and asked != before:
         key = next(k for k in [*asked, *before] if asked.get(k) != before.get(k))
         what = (
             f"{before.get(key, 'nothing')}, as in this sweep; other settings need a sweep_dir other than {plan.folder}"
         )
         raise ConfigError(key, asked.get(key, "nothing"), what)
-    return study
+    return asked
 
 
 def next_trial(study: Any, plan: Plan) -> Any:
@@ -156,11 +163,12 @@ def run_seed(
         return summary
     if runner.asked or (isinstance(watch, TrialWatch) and watch.over and status == INTERRUPTED):
         return None
-    why = _last_line(log) if status >= 0 else f"stacks of its threads, if written, are in {log}"
+    why = last_line(log) if status >= 0 else f"stacks of its threads, if written, are in {log}"
     raise TrialFailedError(f"{how_ended(status)}: {why}")
 
 
-def _last_line(log: Path) -> str:
+def last_line(log: Path) -> str:
+    """Return the last line that a run has printed."""
     lines = log.read_text(errors="replace").split("\n") if log.exists() else []
     return next((line for line in reversed(lines) if line.strip()), "it said nothing")
 
@@ -216,10 +224,9 @@ def trial_rows(study: Any) -> list[dict[str, Any]]:
     ]
 
 
-def write_trials(plan: Plan, study: Any) -> None:
+def write_trials(plan: Plan, rows: list[dict[str, Any]]) -> None:
     """Write trials.json and trials.csv, with a column for every searched setting."""
-    rows = trial_rows(study)
-    _replace(plan.folder / "trials.json", lambda file: json.dump(rows, file, indent=1))
+    replace_file(plan.folder / "trials.json", lambda file: json.dump(rows, file, indent=1))
 
     def write(file: Any) -> None:
         table = csv.writer(file)
@@ -228,10 +235,11 @@ def write_trials(plan: Plan, study: Any) -> None:
             params = (row["params"].get(k) for k in plan.spaces)
             table.writerow([row["trial"], row["state"], row["value"], row["seconds"], *params, row["why"]])
 
-    _replace(plan.folder / "trials.csv", write)
+    replace_file(plan.folder / "trials.csv", write)
 
 
-def _replace(path: Path, write: Callable[[Any], None]) -> None:
+def replace_file(path: Path, write: Callable[[Any], None]) -> None:
+    """Replace a file at once by what ``write(file)`` writes."""
     temporary = path.with_name(f".{path.name}")
     with temporary.open("w", newline="") as file:
         write(file)

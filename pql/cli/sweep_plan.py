@@ -1,4 +1,4 @@
-"""Convert the words of ``pql sweep`` to a checked :class:`Plan`. Does not depend on Optuna."""
+"""Convert the words of ``pql sweep`` to a checked :class:`Plan`. Does not depend on Optuna or Ray."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -7,15 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from pql.cli.sweep_values import Space, parse_space
-from pql.config import Config
-from pql.config.compose import FREE, compose, known_settings, split_word, whole_numbers
+from pql.config import Config, leaves
+from pql.config.compose import FREE, compose, known_settings, live, split_word, whole_numbers
 from pql.config.files import expanded
 from pql.config.layers import GROUPS
-from pql.errors import ConfigError, nearest
+from pql.errors import ConfigError, nearest, show
 
 SAMPLERS = ("tpe", "random")
 OBJECTIVES = ("return_mean", "return_iqm")
 AXES = ("seconds", "env_steps", "none")
+PRUNERS = ("median", "asha")
+SEARCH = ("trials", "sampler", "prune", "pruner")  # settings of a search alone
+POPULATION = ("population", "every")  # of a population alone
 UNASKED = ("trials", "sweep_dir")  # may change when a sweep continues
 INSTEAD = {"seed": "seeds=1,2", "run_dir": "sweep_dir=FOLDER: each run gets a subfolder"}
 
@@ -29,6 +32,9 @@ class Settings:
     sampler: str = "tpe"  # tpe | random
     objective: str = "return_mean"  # return_mean | return_iqm of the final evaluation
     prune: str = ""  # seconds | env_steps | none: axis for comparing intermediate evaluations; empty: the budget's
+    pruner: str = "median"  # median | asha (successive halving; Li et al. 2020)
+    population: int = 4  # members
+    every: float = 0.0  # steps or seconds, as the budget is counted, between exchanges of a population
     sweep_seed: int = 0  # of the sampler
     sweep_dir: str = ""  # empty: runs/sweep-<task>-<algo>
 
@@ -43,6 +49,7 @@ class Plan:
     settings: Settings
     words: dict[str, str | Space]
     folder: Path
+    pbt: bool = False  # population based training instead of a search
 
     @property
     def spaces(self) -> dict[str, Space]:
@@ -52,6 +59,8 @@ class Plan:
         """Return everything that must be unchanged when the sweep continues."""
         own = {k: str(v) for k, v in dataclasses.asdict(self.settings).items() if k not in UNASKED}
         own["seeds"] = ",".join(map(str, self.settings.seeds))
+        for name in SEARCH if self.pbt else (*POPULATION, *(["pruner"] if self.settings.pruner == "median" else [])):
+            own.pop(name, None)
         return own | {k: v.text if isinstance(v, Space) else v for k, v in self.words.items()}
 
 
@@ -64,8 +73,9 @@ def chosen_values(words: dict[str, str | Space], params: dict[str, Any]) -> list
     return [f"{k}={show_param(params[k]) if isinstance(v, Space) else v}" for k, v in words.items()]
 
 
-def make_plan(words: Sequence[str]) -> Plan:
-    """Check the command and the runs at both ends of the spaces. Raises ``ConfigError``: a wrong setting."""
+def make_plan(words: Sequence[str], pbt: bool = False) -> Plan:
+    """Check the command and the runs at both ends of the spaces. ``pbt``: for population based training. Raises
+    ``ConfigError``: a wrong setting."""
     own: dict[str, Any] = {}
     run: dict[str, str | Space] = {}
     for word in words:
@@ -74,6 +84,10 @@ def make_plan(words: Sequence[str]) -> Plan:
             raise ConfigError(key, getattr(value, "text", value), INSTEAD[key])
         if key in ("task", "task.name", "task.id", "task.game") and isinstance(value, Space):
             raise ConfigError(key, value.text, "a single value: returns of two tasks cannot be compared")
+        if key in (SEARCH if pbt else POPULATION):
+            raise ConfigError(
+                key, getattr(value, "text", value), f"no such setting {'with' if pbt else 'without'} --pbt"
+            )
         if key in NAMES:
             own[key] = own_setting(key, value)
         else:
@@ -82,12 +96,51 @@ def make_plan(words: Sequence[str]) -> Plan:
     settings = Settings(**own)
     if not spaces(run):
         raise ConfigError("sweep", " ".join(words), "a setting to search, such as algo.critic.lr=interval(1e-4,1e-2)")
-    run.setdefault("checkpoint.replay", "false")  # resume points of all trials would fill the disk
+    if pbt:
+        run.setdefault("eval.every_seconds", "null")  # members are evaluated before each exchange
+    run.setdefault("checkpoint.replay", str(pbt).lower())  # resume points of all trials would fill the disk
     low, _ = (compose(chosen_values(run, {k: end_of_name(s, i) for k, s in spaces(run).items()})) for i in (0, -1))
     if not low.eval.final:
         raise ConfigError("eval.final", False, "true: a trial's value is that of its final evaluation")
-    folder = settings.sweep_dir or f"runs/sweep-{low.task.name}-{low.algo.name}"
-    return Plan(dataclasses.replace(settings, prune=axis(settings, low)), run, expanded("sweep_dir", folder))
+    folder = settings.sweep_dir or f"runs/{'pbt' if pbt else 'sweep'}-{low.task.name}-{low.algo.name}"
+    settings = dataclasses.replace(settings, prune=axis(settings, low))
+    if pbt:
+        settings = dataclasses.replace(settings, prune=check_population(settings, run, low))
+    return Plan(settings, run, expanded("sweep_dir", folder), pbt)
+
+
+def check_population(settings: Settings, words: dict[str, str | Space], config: Config) -> str:
+    """Check the settings of a population and complete ``words``, those of a member. Returns the budget's unit. Raises
+    ``ConfigError``: a wrong setting, or a searched one that must not change when a run is resumed."""
+    budget, free = dataclasses.asdict(config.budget), live(config)
+    counted = [k for k, v in budget.items() if v is not None]
+    if len(counted) != 1 or counted[0] not in AXES:
+        raise ConfigError("budget", " ".join(counted), "budget.env_steps or budget.seconds alone")
+    if len(settings.seeds) != 1:
+        raise ConfigError("seeds", ",".join(map(str, settings.seeds)), "one number: member k has the seed seeds + k")
+    if not config.checkpoint.replay:
+        raise ConfigError("checkpoint.replay", False, "true: members continue from each other's resume points")
+    if not 0 < settings.every <= budget[counted[0]]:
+        allowed = f"a number above 0 up to budget.{counted[0]}={budget[counted[0]]:g}"
+        raise ConfigError("every", f"{settings.every:g}", allowed)
+    for key, space in spaces(words).items():
+        if key.endswith(".lr") and getattr(config.algo, "lr_schedule", "") == "adaptive":
+            raise ConfigError(key, space.text, "algo.lr_schedule=fixed with it: an adaptive rate is learned")
+        if key not in free:
+            allowed = f"one of {', '.join(free)}: a resumed run may change only these"
+            raise ConfigError(key, space.text, allowed + nearest(key, free))
+    words[f"budget.{counted[0]}"] = show(budget[counted[0]])
+    first = {**words, f"budget.{counted[0]}": until(settings.every, counted[0])}
+    short = dict(leaves(compose(chosen_values(first, {k: end_of_name(s, 0) for k, s in spaces(words).items()}))))
+    for name, value in leaves(config):  # derived from the budget of the whole run, such as algo.anneal_steps
+        if value != short[name] and not name.startswith("budget."):
+            words[name] = show(value)
+    return counted[0]
+
+
+def until(amount: float, unit: str) -> str:
+    """Return a budget as written on the command line."""
+    return str(round(amount)) if unit == "env_steps" else repr(float(amount))
 
 
 def check_known_setting(key: str, word: str) -> None:
@@ -106,12 +159,17 @@ def own_setting(key: str, value: str | Space) -> Any:
         return tuple(int(t) for t in texts)
     if isinstance(value, Space):
         raise ConfigError(key, value.text, "a single value")
-    if key in ("trials", "sweep_seed"):
-        least = 1 if key == "trials" else 0
+    if key == "every":
+        try:
+            return float(value)
+        except ValueError:
+            raise ConfigError(key, value, "a number of env steps or seconds, as the budget is counted") from None
+    if key in ("trials", "sweep_seed", "population"):
+        least = {"trials": 1, "population": 2}.get(key, 0)
         if not value.isdecimal() or int(value) < least:
             raise ConfigError(key, value, f"a whole number, at least {least}")
         return int(value)
-    allowed = {"sampler": SAMPLERS, "objective": OBJECTIVES, "prune": AXES}.get(key)
+    allowed = {"sampler": SAMPLERS, "objective": OBJECTIVES, "prune": AXES, "pruner": PRUNERS}.get(key)
     if allowed and value not in allowed:
         raise ConfigError(key, value, f"one of {', '.join(allowed)}{nearest(value, allowed)}")
     return value

@@ -96,6 +96,7 @@ def test_a_plan():
         ([LR, "trials=0"], "trials=0: expected a whole number, at least 1"),
         ([LR, "trials=1,2"], "trials=1,2: expected a single value"),
         ([LR, "trails=3"], "trails=3: expected a known setting (did you mean trials?)"),
+        ([LR, "pruner=ashaa"], "pruner=ashaa: expected one of median, asha (did you mean asha?)"),
         ([LR, "sampler=tpee"], "sampler=tpee: expected one of tpe, random (did you mean tpe?)"),
         ([LR, "task=lqr,pendulum"], "task=lqr,pendulum: expected a single value: returns of two tasks"),
         ([LR, "eval.final=false"], "eval.final=false: expected true: a trial's value"),
@@ -206,6 +207,32 @@ def test_poor_trials_are_ended_early(tmp_path, monkeypatch):
     assert time.monotonic() - begin < 20  # a poor trial alone would take that long
     study = optuna.load_study(study_name="sweep", storage=f"sqlite:///{tmp_path / 'study.db'}")
     assert study.trials[0].intermediate_values == pytest.approx({2 * i: -100 + 10 * i for i in range(1, 11)})
+
+
+def test_successive_halving_ends_poor_trials_at_a_tenth_of_the_budget(tmp_path):
+    """Of those that have got to 1/10, 3/10 and 9/10 of the budget so far, the best third goes on (ASHA)."""
+    plan = make_plan(["device=cpu", "budget.env_steps=100000", LR, "pruner=asha", f"sweep_dir={tmp_path}"])
+    study, spent, rungs = sweep.open_study(plan), [], {1: [], 3: [], 9: []}
+    for number in range(18):
+        final, expected, path = (7 * number) % 18, 10, tmp_path / f"{number}"  # in mixed order
+        path.mkdir()
+        for rung, before in rungs.items():
+            before.append(final * rung)
+            if final * rung < sorted(before, reverse=True)[max(len(before) // 3, 1) - 1]:
+                expected = rung
+                break
+        trial = study.ask()
+        watch = sweep.TrialWatch(trial, path, "env_steps", compose(["device=cpu", "budget.env_steps=100000"]))
+        for tenth in range(1, 11):
+            with (path / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps({"steps/env": 1e4 * tenth, "eval/return_mean": final * tenth}) + "\n")
+            if watch():
+                break
+        study.tell(trial, state=optuna.trial.TrialState.PRUNED) if watch.over else study.tell(trial, final * 10)
+        assert (tenth, final) == (expected, final)
+        spent.append(tenth)
+    assert study.best_trial.value == 170
+    assert sum(spent) < 18 * 10 / 2
 
 
 @pytest.mark.parametrize(

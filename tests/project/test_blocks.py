@@ -135,7 +135,7 @@ def check_pql(words):
     if command == "train" and args.multirun:
         assert planned(*without_paths(rest)) > 1
     elif command == "sweep":
-        assert make_plan(command_line.presets_as_setting(words)[1:]).spaces
+        assert make_plan(rest, args.pbt).spaces
     elif command in ("train", "resume"):
         compose(without_paths([w for w in rest if w.partition("=")[0] not in own]), resolve=lambda device: "cpu")
         parse_pairs([w for w in rest if w.partition("=")[0] in own], own)
