@@ -22,6 +22,7 @@ of them. "With X" in the last column: the setting is read only if X holds, and r
 settings that one algorithm reads at this machine's scale. `tools/pages.py` writes this page from the settings'
 declarations.
 """
+LIVE = " May change when a run is resumed."
 COMMANDS = """# Command line
 
 `pql COMMAND --help` prints the same. Settings are written `key=value`, in any order; options have dashes.
@@ -55,7 +56,8 @@ def setting_rows(found: Sequence[Setting]) -> Iterator[str]:
 
 def row(one: Setting) -> str:
     """Return a setting's row."""
-    cells = (f"`{one.name}`", f"`{shown(one.value)}`", allowed(one), f"{one.declaration.doc}{condition(one)}")
+    more = f"{condition(one)}{LIVE * one.declaration.live}"
+    cells = (f"`{one.name}`", f"`{shown(one.value)}`", allowed(one), f"{one.declaration.doc}{more}")
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

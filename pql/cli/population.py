@@ -13,8 +13,7 @@ import math
 import random
 import shlex
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,10 +21,9 @@ from typing import Any
 import numpy as np
 
 from pql.cli.jobs import INTERRUPTED, PROGRAM, Runner, how_ended, next_command
-from pql.cli.sweep import check_asked, last_line, replace_file, write_trials
+from pql.cli.sweep import check_asked, last_words, replace_file, write_trials
 from pql.cli.sweep_plan import Plan, chosen_values, make_plan, show_param, until
 from pql.cli.sweep_values import Space
-from pql.cli.tables import table
 from pql.errors import ConfigError
 from pql.run.resume import counts_when_typed
 from pql.run.store import run_dir as rundir
@@ -54,7 +52,7 @@ def population_command(words: Sequence[str], program: Sequence[str] = PROGRAM) -
                 print("interrupted: give the same command again to continue")
                 return INTERRUPTED
             end_round(plan, state, results)
-        return conclude(plan, state)
+        return end_population(plan, state)
 
 
 # -- the state ------------------------------------------------------------------------------------------------------
@@ -84,11 +82,7 @@ def write_state(plan: Plan, state: dict[str, Any]) -> None:
 
 def rounds(plan: Plan) -> int:
     """Return the number of rounds: one more than exchanges."""
-    return math.ceil(total(plan) / plan.settings.every)
-
-
-def total(plan: Plan) -> float:
-    return float(str(plan.words[f"budget.{plan.settings.prune}"]))
+    return math.ceil(plan.budget / plan.settings.every)
 
 
 def member_dir(plan: Plan, member: int) -> Path:
@@ -102,7 +96,7 @@ def train_round(plan: Plan, state: dict[str, Any], runner: Runner) -> list[dict[
     """Train every member to the next exchange. Returns ``value``, ``seconds`` and ``why`` of each; None after
     Ctrl-C."""
     number, results = len(state["rounds"]), []
-    end = min((number + 1) * plan.settings.every, total(plan))
+    end = min((number + 1) * plan.settings.every, plan.budget)
     for member, params in enumerate(state["params"]):
         shown = " ".join(f"{k}={show_param(v)}" for k, v in params.items())
         print(f"round {number + 1} of {rounds(plan)}, member {member}: {shown}", flush=True)
@@ -128,7 +122,7 @@ def train_member(plan: Plan, member: int, params: dict[str, Any], end: float, ru
     summary, why = rundir.read_summary(run_dir) or {}, None
     value = summary.get(plan.settings.objective)
     if status != 0 or not reached(run_dir, unit, end):
-        why = f"{how_ended(status)}: {last_line(log)}"
+        why = f"{how_ended(status)}: {last_words(log)}"
     elif value is None or not math.isfinite(value):
         why = "no finite return in its final evaluation"
     return {"value": None if why else value, "seconds": summary.get("seconds"), "why": why}
@@ -137,7 +131,7 @@ def train_member(plan: Plan, member: int, params: dict[str, Any], end: float, ru
 def reached(run_dir: Path, unit: str, end: float) -> bool:
     """Return True if the run has trained until ``end`` and was evaluated."""
     summary = rundir.read_summary(run_dir)
-    return summary is not None and not summary["interrupted"] and summary[unit] >= end
+    return summary is not None and not summary.get("interrupted") and summary[unit] >= end
 
 
 def end_round(plan: Plan, state: dict[str, Any], results: list[dict[str, Any]]) -> None:
@@ -152,8 +146,8 @@ def end_round(plan: Plan, state: dict[str, Any], results: list[dict[str, Any]]) 
                 print(f"member {i} continues from member {one.parent}", flush=True)
                 state["copies"][str(i)] = past[-1][i]["parent"] = one.parent
                 params[i] = one.config
-    write_state(plan, state)
     write_trials(plan, member_rows(state))
+    write_state(plan, state)
 
 
 def copy_members(plan: Plan, state: dict[str, Any]) -> None:
@@ -175,7 +169,7 @@ def copy_members(plan: Plan, state: dict[str, Any]) -> None:
 # -- Ray Tune -------------------------------------------------------------------------------------------------------
 
 
-class Member:
+class Trial:
     """What Ray Tune's scheduler reads and changes of a trial: settings, and the checkpoint that it continues from."""
 
     def __init__(self, number: int, config: dict[str, Any]):
@@ -204,7 +198,7 @@ class Member:
         self.experiment_tag = tag
 
 
-def decide(plan: Plan, number: int, params: list[dict[str, Any]], scores: list[float]) -> list[Member]:
+def decide(plan: Plan, number: int, params: list[dict[str, Any]], scores: list[float]) -> list[Trial]:
     """Let the scheduler decide after round ``number``; without ``scores``, draw the first settings.
 
     Its defaults: the lowest quarter take over checkpoints and settings of the highest; each setting is drawn anew with
@@ -213,7 +207,7 @@ def decide(plan: Plan, number: int, params: list[dict[str, Any]], scores: list[f
     from ray.tune.schedulers import PopulationBasedTraining
 
     spaces = plan.spaces
-    members = [Member(i, dict(one)) for i, one in enumerate(params)]
+    members = [Trial(i, dict(one)) for i, one in enumerate(params)]
     population = SimpleNamespace(search_alg=None, get_trials=lambda: members, get_live_trials=lambda: members)
     scheduler = PopulationBasedTraining(
         time_attr="round",
@@ -221,15 +215,16 @@ def decide(plan: Plan, number: int, params: list[dict[str, Any]], scores: list[f
         mode="max",
         perturbation_interval=1,
         hyperparam_mutations={key: domain(space) for key, space in spaces.items()},
-        custom_explore_fn=lambda config: {key: within(spaces[key], value) for key, value in config.items()},
         synch=True,
         log_config=False,
     )
-    with drawing(plan.settings.sweep_seed * 1_000_003 + number):
-        for one in members:
-            scheduler.on_trial_add(population, one)
-        for one, score in zip(members, scores, strict=False):
-            scheduler.on_trial_result(population, one, {"round": 1, "score": score})
+    seed = plan.settings.sweep_seed * 1_000_003 + number
+    random.seed(seed)  # Ray Tune draws from both
+    np.random.seed(seed % 2**32)
+    for one in members:
+        scheduler.on_trial_add(population, one)
+    for one, score in zip(members, scores, strict=False):
+        scheduler.on_trial_result(population, one, {"round": 1, "score": score})
     for one in members:
         one.config = {key: within(spaces[key], value) for key, value in one.config.items()}
     return members
@@ -239,29 +234,18 @@ def domain(space: Space) -> Any:
     """Return a space as Ray Tune writes it."""
     from ray import tune
 
-    if space.low is None or space.high is None or space.values:
-        return list(space.values)
-    return (tune.loguniform if space.log else tune.uniform)(float(space.low), float(space.high))
+    return [*space.values] or (tune.loguniform if space.log else tune.uniform)(*ends(space))
 
 
 def within(space: Space, value: Any) -> Any:
     """Return a plain value, a number not beyond the ends of its interval."""
-    if space.values or space.low is None or space.high is None:
-        return value
-    return min(max(float(value), float(space.low)), float(space.high))
+    return value if space.values else min(max(float(value), ends(space)[0]), ends(space)[1])
 
 
-@contextmanager
-def drawing(seed: int) -> Iterator[None]:
-    """Context manager: seed the generators of ``random`` and ``numpy``, from which Ray Tune draws."""
-    before, numpy_before = random.getstate(), np.random.get_state()
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    try:
-        yield
-    finally:
-        random.setstate(before)
-        np.random.set_state(numpy_before)
+def ends(space: Space) -> tuple[float, float]:
+    assert space.low is not None
+    assert space.high is not None
+    return float(space.low), float(space.high)
 
 
 # -- results --------------------------------------------------------------------------------------------------------
@@ -273,29 +257,16 @@ def member_rows(state: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
     for member, last in enumerate(state["rounds"][-1]):
         past = [one[member] for one in state["rounds"]]
-        rows.append(
-            {
-                "trial": member,
-                "state": "fail" if last["why"] else "complete",
-                **{key: last[key] for key in ("value", "seconds", "why", "params")},
-                "returns": [one["value"] for one in past],
-                "parents": [one["parent"] for one in past],
-                "schedule": [one["params"] for one in past],
-            }
-        )
+        row = {"trial": member, "state": "fail" if last["why"] else "complete", **last}
+        names = {"returns": "value", "parents": "parent", "schedule": "params"}
+        rows.append(row | {name: [one[key] for one in past] for name, key in names.items()})
     return rows
 
 
-def conclude(plan: Plan, state: dict[str, Any]) -> int:
-    """Print the members and the way of the best one. Returns the exit status."""
-    rows = member_rows(state)
-    lines = [["member", "return", *plan.spaces, "parents"]]
-    for row in rows:
-        value, values = row["why"] or format(row["value"], ",.1f"), (row["params"][key] for key in plan.spaces)
-        lines.append([str(row["trial"]), value, *(f"{v:.4g}" if isinstance(v, float) else v for v in values)])
-        lines[-1].append(" ".join(map(str, row["parents"][:-1])))
-    print(f"\n{table(lines, right=(1,))}\n\nall rounds: {plan.folder / 'trials.json'}")
-    done = [row for row in rows if row["value"] is not None]
+def end_population(plan: Plan, state: dict[str, Any]) -> int:
+    """Print the best member. Returns the exit status."""
+    print(f"all rounds: {plan.folder / 'trials.json'}")
+    done = [row for row in member_rows(state) if row["value"] is not None]
     if not done:
         print("none finished: the reasons are in trials.csv, each run's output in member-*.log")
         return 1

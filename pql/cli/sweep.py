@@ -163,11 +163,11 @@ def run_seed(
         return summary
     if runner.asked or (isinstance(watch, TrialWatch) and watch.over and status == INTERRUPTED):
         return None
-    why = last_line(log) if status >= 0 else f"stacks of its threads, if written, are in {log}"
+    why = last_words(log) if status >= 0 else f"stacks of its threads, if written, are in {log}"
     raise TrialFailedError(f"{how_ended(status)}: {why}")
 
 
-def last_line(log: Path) -> str:
+def last_words(log: Path) -> str:
     """Return the last line that a run has printed."""
     lines = log.read_text(errors="replace").split("\n") if log.exists() else []
     return next((line for line in reversed(lines) if line.strip()), "it said nothing")

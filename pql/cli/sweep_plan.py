@@ -49,7 +49,7 @@ class Plan:
     settings: Settings
     words: dict[str, str | Space]
     folder: Path
-    pbt: bool = False  # population based training instead of a search
+    budget: float = 0.0  # of each member, with population based training; 0: a search
 
     @property
     def spaces(self) -> dict[str, Space]:
@@ -59,7 +59,7 @@ class Plan:
         """Return everything that must be unchanged when the sweep continues."""
         own = {k: str(v) for k, v in dataclasses.asdict(self.settings).items() if k not in UNASKED}
         own["seeds"] = ",".join(map(str, self.settings.seeds))
-        for name in SEARCH if self.pbt else (*POPULATION, *(["pruner"] if self.settings.pruner == "median" else [])):
+        for name in SEARCH if self.budget else (*POPULATION, *(["pruner"] if self.settings.pruner == "median" else [])):
             own.pop(name, None)
         return own | {k: v.text if isinstance(v, Space) else v for k, v in self.words.items()}
 
@@ -105,12 +105,13 @@ def make_plan(words: Sequence[str], pbt: bool = False) -> Plan:
     folder = settings.sweep_dir or f"runs/{'pbt' if pbt else 'sweep'}-{low.task.name}-{low.algo.name}"
     settings = dataclasses.replace(settings, prune=axis(settings, low))
     if pbt:
-        settings = dataclasses.replace(settings, prune=check_population(settings, run, low))
-    return Plan(settings, run, expanded("sweep_dir", folder), pbt)
+        unit, budget = check_population(settings, run, low)
+        return Plan(dataclasses.replace(settings, prune=unit), run, expanded("sweep_dir", folder), budget)
+    return Plan(settings, run, expanded("sweep_dir", folder))
 
 
-def check_population(settings: Settings, words: dict[str, str | Space], config: Config) -> str:
-    """Check the settings of a population and complete ``words``, those of a member. Returns the budget's unit. Raises
+def check_population(settings: Settings, words: dict[str, str | Space], config: Config) -> tuple[str, float]:
+    """Check the settings of a population and complete ``words``, those of a member. Returns unit and budget. Raises
     ``ConfigError``: a wrong setting, or a searched one that must not change when a run is resumed."""
     budget, free = dataclasses.asdict(config.budget), live(config)
     counted = [k for k, v in budget.items() if v is not None]
@@ -135,7 +136,7 @@ def check_population(settings: Settings, words: dict[str, str | Space], config: 
     for name, value in leaves(config):  # derived from the budget of the whole run, such as algo.anneal_steps
         if value != short[name] and not name.startswith("budget."):
             words[name] = show(value)
-    return counted[0]
+    return counted[0], budget[counted[0]]
 
 
 def until(amount: float, unit: str) -> str:

@@ -202,7 +202,9 @@ class EvalConfig:
         high=10_000_000,
     )
     play: bool | None = setting(
-        None, "Evaluate in the simulator's configuration for play (mjlab, Isaac Lab); null: if it has one."
+        None,
+        "Evaluate in the simulator's configuration for play (mjlab, Isaac Lab), or without task.kwargs.randomize; "
+        "null: in the configuration for play if there is one.",
     )
     video_every_seconds: float | None = setting(
         None, "Interval between videos of an episode (tasks that render); null: none.", above=0, high=1e9

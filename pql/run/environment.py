@@ -119,16 +119,24 @@ def build_env(
 
 def build_eval_env(config: Config, num_envs: int, machine: Machine | None = None, **offered: Any) -> VecEnv:
     """Build environments for episodes that count: first ones are complete, no stage of a curriculum passes, and
-    ``eval.play`` chooses the simulator's configuration for play. ``machine``, ``offered``: as for :func:`build_env`.
-    Raises ``ConfigError``: it has none."""
+    ``eval.play`` chooses the simulator's configuration for play. That of a task with the keyword ``randomize`` is
+    without randomisation, and only by ``eval.play=true``. ``machine``, ``offered``: as for :func:`build_env`. Raises
+    ``ConfigError``: it has none."""
     offered["curriculum_scale"] = math.inf  # a stage, once set, stays
     if config.eval.play is not False and "play" not in config.task.kwargs:
         offered["play"] = True
+    if config.eval.play and (drawn := config.task.kwargs.get("randomize")):
+        offered["randomize"] = {**drawn, "nominal": True} if isinstance(drawn, Mapping) else False
     env = build_env(config, num_envs, machine, offered=offered)
-    if config.eval.play and not env.spec.info.get("play"):
+    if config.eval.play and not in_play(config, env.spec):
         env.close()
         raise ConfigError("eval.play", True, f"null or false: {env.spec.name} has no configuration for play")
     return env
+
+
+def in_play(config: Config, spec: EnvSpec) -> bool:
+    """Return True if environments for evaluations have the simulator's configuration for play."""
+    return bool(spec.info.get("play") or (config.eval.play and config.task.kwargs.get("randomize")))
 
 
 def staggered(config: Config, spec: EnvSpec) -> bool:

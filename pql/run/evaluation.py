@@ -15,6 +15,7 @@ from pql.engine import watchdog
 from pql.engine.deadlines import start_limit, step_limit
 from pql.engine.placement import set_precision
 from pql.errors import PqlWarning
+from pql.run.environment import in_play
 from pql.run.episodes import EpisodeRules, Evaluation, limit_note, run_episodes
 from pql.run.policy import Stored, open_stored
 from pql.run.store.checkpoint import home
@@ -110,7 +111,7 @@ def _play(
     """Run episodes of a stored policy on new environments, under time limits. Return also if these have the simulator's
     configuration for play."""
     with simulator(stored, num_envs, rules, "the evaluation") as env:
-        return run_episodes(env, stored.policy, seed, rules, ended=ended), bool(env.spec.info.get("play"))
+        return run_episodes(env, stored.policy, seed, rules, ended=ended), in_play(stored.config, env.spec)
 
 
 @contextmanager

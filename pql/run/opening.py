@@ -18,6 +18,7 @@ from pql.engine.watchdog import Watchdog, watching
 from pql.errors import ConfigError, RunError, first_line, show
 from pql.run.build import build
 from pql.run.components import Parts
+from pql.run.environment import in_play
 from pql.run.episodes import limit_note
 from pql.run.flight_recorder import dumping
 from pql.run.guard import short_of_memory
@@ -208,7 +209,7 @@ def say_notes(session: "Session") -> None:
     wanted = config.eval.final or config.eval.every_seconds is not None
     if wanted and (note := limit_note(parts.env.spec, config.eval.max_steps)):
         session.say(note)
-    if (one := session.evaluations.evaluator) and one.env.spec.info.get("play"):
+    if (one := session.evaluations.evaluator) and in_play(config, one.env.spec):
         session.say("evaluations have the simulator's configuration for play (eval.play=false: the one for training)")
     if session.resumed:
         session.say(f"resumed at tick {parts.schedule.ticks:,}, {session.env_steps:,} env steps")

@@ -13,15 +13,18 @@ mujoco = pytest.importorskip("mujoco")  # first: the imports below need it
 
 from mujoco_runs import build, random_actions
 
+from pql.config.compose import compose
 from pql.contract.conformance import check_env
 from pql.contract.env import make_env
 from pql.contract.optional import Staged, set_stage, stage_of, supports
+from pql.envs.classic import Pendulum
 from pql.envs.mujoco.curriculum import Levels, linear, make_curriculum, succeed, survive
 from pql.envs.mujoco.engine import BatchEngine, Listed
 from pql.envs.mujoco.env import MujocoVec
 from pql.envs.mujoco.randomize import base_dofs
 from pql.envs.mujoco.weights import InverseWeights
 from pql.errors import ConfigError
+from pql.run.environment import build_eval_env, in_play
 
 ALL = {
     "mass": [0.7, 1.4],
@@ -201,6 +204,65 @@ def test_at_level_zero_nothing_is_randomised() -> None:
     plain.engine.load_state(env.engine.state())
     for action in random_actions(env, 5):
         assert torch.equal(env.step(action).obs["policy"], plain.step(action).obs["policy"])
+
+
+def test_what_is_drawn_is_a_group_for_critics() -> None:
+    """Mass of each body, friction, gain of each actuator and delay, of the episode that an observation belongs to."""
+    env = build("walker2d", 5, randomize={**ALL, "observe": True}, max_episode_steps=4)
+    size = env.model.nbody + 1 + env.model.nu + 1
+    assert env.spec.obs["privileged"].shape == (size,)
+    before = env.reset(seed=1)["privileged"]
+    batch, model = engine_of(env).batch, env.model
+    for i, action in enumerate(random_actions(env, 8), 1):
+        step = env.step(action)
+        mass = torch.from_numpy(batch.expand("body_mass"))[:, 1:] / torch.from_numpy(model.body_mass)[1:]
+        gain = torch.from_numpy(batch.expand("actuator_gainprm"))[:, :, 0] / model.actuator_gainprm[:, 0]
+        shown = step.obs["privileged"].double()
+        torch.testing.assert_close(shown[:, 1 : model.nbody], mass, rtol=1e-6, atol=0)
+        torch.testing.assert_close(shown[:, model.nbody + 1 : -1], gain, rtol=1e-6, atol=0)
+        assert torch.equal(shown[:, -1].long(), env._randomizer._delay)  # type: ignore[union-attr]
+        assert torch.equal(step.final_obs["privileged"], before)  # type: ignore[index]
+        assert torch.equal(step.obs["privileged"], before) == (i % 4 > 0)
+        before = step.obs["privileged"]
+    bare = {name: value for name, value in ALL.items() if name.startswith("push")}
+    with pytest.raises(ConfigError, match=r"randomize\.observe=true: expected mass, friction, gain or obs_delay to be"):
+        build("walker2d", 5, randomize={**bare, "observe": True})
+
+
+def test_evaluations_for_play_are_of_the_nominal_model() -> None:
+    words = ["task=walker2d", "device=cpu", *(f"task.kwargs.randomize.{k}={v}" for k, v in ALL.items())]
+    config = compose([*words, "task.kwargs.randomize.observe=true", "eval.play=true"])
+    env, plain, drawn = build_eval_env(config, 3), build("walker2d", 3), build_eval_env(compose(words), 3)
+    assert isinstance(env, MujocoVec)
+    assert isinstance(drawn, MujocoVec)
+    assert (in_play(config, env.spec), in_play(compose(words), drawn.spec)) == (True, False)
+    for one in (env, plain, drawn):
+        one.reset(seed=0)
+    nominal = np.tile(env.model.body_mass, (3, 1))
+    np.testing.assert_array_equal(engine_of(env).batch.expand("body_mass"), nominal)
+    assert (engine_of(drawn).batch.expand("body_mass") != nominal).any()  # as the training
+    plain.engine.load_state(env.engine.state())
+    for action in random_actions(env, 5):
+        step = env.step(action)
+        assert torch.equal(step.obs["policy"], plain.step(action).obs["policy"])
+        assert step.obs["privileged"][:, :-1].unique().tolist() == [1.0]
+        assert step.obs["privileged"][:, -1].tolist() == [0.0] * 3
+
+
+def test_a_simulator_that_only_turns_randomisation_on_turns_it_off_for_play(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def fake(num_envs: int = 4, device: str = "cpu", randomize: bool | int = False) -> Pendulum:
+        seen.append(randomize)
+        return Pendulum(num_envs, device)
+
+    monkeypatch.setattr("pql.contract.registry._registered", {"fake": fake})
+    words = ["device=cpu", "task=env", "task.name=fake", "task.kwargs.randomize=7"]
+    for word in ("eval.play=null", "eval.play=false", "eval.play=true"):
+        build_eval_env(compose([*words, word]), 2)
+    assert seen == [7, 7, False]
+    with pytest.raises(ConfigError, match=r"eval\.play=true: expected null or false"):
+        build_eval_env(compose([*words[:3], "eval.play=true"]), 2)
 
 
 def test_evaluations_are_at_the_trainings_level() -> None:

@@ -48,7 +48,7 @@ def describe(task: type[Task], num_envs: int, device: torch.device, options: Opt
     return EnvSpec(
         name=task.name,
         num_envs=num_envs,
-        obs=task.obs_spec(),
+        obs=task.obs_spec() | options.randomize.group(lambda: load_model(task, options.model)),
         action=Box.within(task.action_size, task.ctrl_limit),
         device=device,
         max_episode_steps=options.max_episode_steps or task.time_limit,

@@ -6,7 +6,7 @@ of it: level 0 is the nominal model, level 1 the configured ranges.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -14,6 +14,7 @@ import mujoco
 import torch
 from torch import Tensor
 
+from pql.contract.env import ObsSpec
 from pql.envs.mujoco.engine import Engine, Rows
 from pql.envs.mujoco.task import Draw, Robot
 from pql.errors import ConfigError, nearest
@@ -41,6 +42,8 @@ class Randomize:
         obs_noise: standard deviation of the noise added to the ``policy`` observations.
         obs_delay: env steps by which the ``policy`` observations are delayed, drawn per episode; the first observation
             is returned until later ones arrive.
+        observe: add the group ``privileged``: what the episode has drawn, the factors and the delay.
+        nominal: draw nothing, as at level 0 of a curriculum; ``privileged`` remains.
     """
 
     mass: tuple[float, float] = (1.0, 1.0)
@@ -50,6 +53,8 @@ class Randomize:
     push_interval: float = 5.0
     obs_noise: float = 0.0
     obs_delay: tuple[int, int] = (0, 0)
+    observe: bool = False
+    nominal: bool = False
 
     @classmethod
     def parse(cls, settings: Mapping[str, Any] | None) -> "Randomize":
@@ -62,16 +67,30 @@ class Randomize:
                 raise ConfigError(f"randomize.{name}", value, f"one of {', '.join(known)}{nearest(name, known)}")
             if name in (*FACTORS, "obs_delay"):
                 given[name] = _range(name, value)
+            elif name in ("observe", "nominal"):
+                if not isinstance(value, bool):
+                    raise ConfigError(f"randomize.{name}", value, "true or false")
+                given[name] = value
             else:
                 given[name] = amount(f"randomize.{name}", value, zero=name != "push_interval")
         if "push_interval" in given and not given.get("push"):
             raise ConfigError("randomize.push_interval", given["push_interval"], "randomize.push above 0 as well")
-        return cls(**given)
+        parsed = cls(**given)
+        if parsed.observe and not (parsed.factors or parsed.obs_delay[1]):
+            raise ConfigError("randomize.observe", True, f"{', '.join(FACTORS)} or obs_delay to be observed as well")
+        return parsed
 
     @property
     def factors(self) -> dict[str, tuple[float, float]]:
         """Return the ranges of the ``FACTORS`` that are configured."""
         return {name: getattr(self, name) for name in FACTORS if getattr(self, name) != (1.0, 1.0)}
+
+    def group(self, load: Callable[[], mujoco.MjModel]) -> dict[str, ObsSpec]:
+        """Return the group ``privileged`` if there is one. Its size depends on the model, which ``load`` returns."""
+        if not self.observe:
+            return {}
+        sizes = widths(load())
+        return {"privileged": ObsSpec((sum(sizes[name] for name in self.factors) + (self.obs_delay[1] > 0),))}
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -119,9 +138,9 @@ class Randomizer:
         self._dofs = base_dofs(robot.model) if settings.push else []
         model, n = robot.model, len(engine.fields["qpos"])
         check(settings, model, bool(self._dofs), obs_size > 0)
-        widths = {"mass": model.nbody, "friction": 1, "gain": model.nu}
-        ones = {name: torch.ones(n, widths[name], device=robot.device, dtype=robot.dtype) for name in settings.factors}
-        self.factors = ones  # of the current episodes, for a privileged critic
+        sizes, there, dtype = widths(model), robot.device, robot.dtype
+        ones = {name: torch.ones(n, sizes[name], device=there, dtype=dtype) for name in settings.factors}
+        self.factors = ones  # of the current episodes
         self._own = torch.tensor(model.actuator_trntype != mujoco.mjtTrn.mjTRN_SITE.value, device=robot.device)
         high = settings.obs_delay[1]
         self._delay = torch.zeros(n, dtype=torch.int64, device=robot.device)
@@ -131,6 +150,7 @@ class Randomizer:
 
     def begin(self, rows: Rows, level: Tensor) -> None:
         """Draw for the episodes that begin in ``rows``, at ``level`` [K]. Call it before their states are set."""
+        level = self._allowed(level)
         for name, (low, high) in self.settings.factors.items():
             width = self.factors[name].shape[1]
             drawn = 1.0 + level[:, None] * (self._draw.uniform(low, high, rows.count, width) - 1.0)
@@ -157,7 +177,7 @@ class Randomizer:
         """Apply random pushes before a physics step. ``level`` [N]: curriculum level."""
         if not self._dofs:
             return
-        n, velocity = len(level), self._engine.fields["qvel"]
+        n, velocity, level = len(level), self._engine.fields["qvel"], self._allowed(level)
         hit = self._draw.uniform(0.0, 1.0, n) < self._chance
         size = self.settings.push * level * hit
         for dof in self._dofs:
@@ -170,19 +190,29 @@ class Randomizer:
             self._now.copy_((self._now + 1) % self._past.shape[1])
             self._past.index_copy_(1, self._now[None], seen[:, None])
             seen = self._past[self._every, (self._now - self._delay) % self._past.shape[1]]
-        return {**obs, "policy": self._noisy(seen, level)}
+        return {**obs, "policy": self._noisy(seen, level), **self._shown()}
 
     def sense_first(self, rows: Rows, obs: Obs, level: Tensor) -> Obs:
         """Add noise to the first observations of episodes, [K, ...], and restart their delay buffers."""
         seen = obs["policy"]
         if self.settings.obs_delay[1]:
             self._past.copy_(rows.put(self._past, seen[:, None].expand(-1, self._past.shape[1], -1)))
-        return {**obs, "policy": self._noisy(seen, level)}
+        return {**obs, "policy": self._noisy(seen, level), **self._shown(rows)}
+
+    def _shown(self, rows: Rows | None = None) -> Obs:
+        """Return what has been drawn for all environments, or for ``rows``, as a group of observations if wanted."""
+        if not self.settings.observe:
+            return {}
+        drawn = [*self.factors.values(), *([self._delay[:, None]] if self.settings.obs_delay[1] else [])]
+        return {"privileged": torch.cat([(rows.take(one) if rows else one).float() for one in drawn], 1)}
+
+    def _allowed(self, level: Tensor) -> Tensor:
+        return torch.zeros_like(level) if self.settings.nominal else level
 
     def _noisy(self, seen: Tensor, level: Tensor) -> Tensor:
         if not self.settings.obs_noise:
             return seen
-        noise = self._draw.normal(self.settings.obs_noise, *seen.shape)
+        noise, level = self._draw.normal(self.settings.obs_noise, *seen.shape), self._allowed(level)
         return seen + (level[:, None] * noise).to(seen)
 
     def state_dict(self) -> dict[str, Any]:
@@ -201,6 +231,11 @@ class Randomizer:
         self._now.fill_(state["now"])  # an int in checkpoints of before 0.3
         if self.settings.factors:
             self._apply(everyone)
+
+
+def widths(model: mujoco.MjModel) -> dict[str, int]:
+    """Return how many values of each factor an episode draws."""
+    return {"mass": model.nbody, "friction": 1, "gain": model.nu}
 
 
 def check(settings: Randomize, model: mujoco.MjModel, has_base: bool, has_vector: bool) -> None:
