@@ -5,6 +5,7 @@ evaluations of the first seed's run are compared with those of earlier trials, a
 """
 
 import csv
+import importlib
 import json
 import math
 import os
@@ -30,11 +31,9 @@ RUNG, KEPT = 2, 3  # asha: of the trials at buckets 2, 6 and 18, one in three go
 def sweep_command(words: Sequence[str], program: Sequence[str] = PROGRAM) -> int:
     """Run trials until there are enough. Returns the exit status: 0, 1 if none finished, 130 after Ctrl-C. Raises
     ``ConfigError``: before the first trial: a wrong setting, or an existing sweep with other settings."""
-    try:
-        import optuna
-    except ModuleNotFoundError as error:
-        what = f"the package {error.name!r}, which is not installed: pip install 'pql-rl[sweep]'"
-        raise ConfigError("command", "sweep", what) from error
+    import_extra("optuna", "sweep")
+    import optuna
+
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     plan = make_plan(words)
     with Runner(plan.folder, "sweep_dir", program) as runner:
@@ -47,6 +46,15 @@ def sweep_command(words: Sequence[str], program: Sequence[str] = PROGRAM) -> int
                 return INTERRUPTED
             print(describe_trial(study), flush=True)
         return conclude(plan, study)
+
+
+def import_extra(module: str, extra: str) -> None:
+    """Import a module of an optional dependency. Raises ``ConfigError``: it is not installed; says how to."""
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        what = f"the package {error.name!r}, which is not installed: pip install 'pql-rl[{extra}]'"
+        raise ConfigError("command", "sweep", what) from error
 
 
 # -- Optuna ---------------------------------------------------------------------------------------------------------

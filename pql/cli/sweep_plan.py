@@ -115,28 +115,28 @@ def check_population(settings: Settings, words: dict[str, str | Space], config: 
     ``ConfigError``: a wrong setting, or a searched one that must not change when a run is resumed."""
     budget, free = dataclasses.asdict(config.budget), live(config)
     counted = [k for k, v in budget.items() if v is not None]
-    if len(counted) != 1 or counted[0] not in AXES:
+    unit = counted[0]
+    if len(counted) != 1 or unit not in AXES:
         raise ConfigError("budget", " ".join(counted), "budget.env_steps or budget.seconds alone")
     if len(settings.seeds) != 1:
         raise ConfigError("seeds", ",".join(map(str, settings.seeds)), "one number: member k has the seed seeds + k")
     if not config.checkpoint.replay:
         raise ConfigError("checkpoint.replay", False, "true: members continue from each other's resume points")
-    if not 0 < settings.every <= budget[counted[0]]:
-        allowed = f"a number above 0 up to budget.{counted[0]}={budget[counted[0]]:g}"
-        raise ConfigError("every", f"{settings.every:g}", allowed)
+    if not 0 < settings.every <= budget[unit]:
+        raise ConfigError("every", f"{settings.every:g}", f"a number above 0 up to budget.{unit}={budget[unit]:g}")
     for key, space in spaces(words).items():
         if key.endswith(".lr") and getattr(config.algo, "lr_schedule", "") == "adaptive":
             raise ConfigError(key, space.text, "algo.lr_schedule=fixed with it: an adaptive rate is learned")
         if key not in free:
             allowed = f"one of {', '.join(free)}: a resumed run may change only these"
             raise ConfigError(key, space.text, allowed + nearest(key, free))
-    words[f"budget.{counted[0]}"] = show(budget[counted[0]])
-    first = {**words, f"budget.{counted[0]}": until(settings.every, counted[0])}
+    words[f"budget.{unit}"] = show(budget[unit])
+    first = {**words, f"budget.{unit}": until(settings.every, unit)}
     short = dict(leaves(compose(chosen_values(first, {k: end_of_name(s, 0) for k, s in spaces(words).items()}))))
     for name, value in leaves(config):  # derived from the budget of the whole run, such as algo.anneal_steps
         if value != short[name] and not name.startswith("budget."):
             words[name] = show(value)
-    return counted[0], budget[counted[0]]
+    return unit, budget[unit]
 
 
 def until(amount: float, unit: str) -> str:

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from pql.collect.prefill import prefill
-from pql.config import Config, from_dict, leaves
+from pql.config import Config, from_dict
 from pql.config.compose import changed_live
 from pql.config.files import expanded
 from pql.contract.env import VecEnv
@@ -15,7 +15,7 @@ from pql.contract.spec_json import spec_to_dict
 from pql.engine import crash
 from pql.engine.deadlines import start_limit
 from pql.engine.watchdog import Watchdog, watching
-from pql.errors import ConfigError, RunError, first_line, show
+from pql.errors import ConfigError, RunError, first_line
 from pql.run.build import build
 from pql.run.components import Parts
 from pql.run.environment import in_play
@@ -148,8 +148,7 @@ def _continue(session: "Session") -> int:
     with session.doing("loading the resume point"):
         state = parts.state_dict()
         if session.resumed and (new := changed_live(from_dict(manifest["config"]), session.config)):
-            mine = dict(leaves(session.config))
-            session.say("changed: " + ", ".join(f"{name}={show(mine[name])}" for name in new))
+            session.say(f"changed: {', '.join(new)}")
             if any(name.endswith("lr") for name in new):  # saved with the optimisers
                 tensors |= {k: v for k, v in checkpoint.flatten(state).items() if k.rpartition("/")[2] == "lr"}
         parts.load_state_dict(checkpoint.unflatten(tensors, state))

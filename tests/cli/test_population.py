@@ -1,6 +1,5 @@
 """``pql sweep --pbt``: decisions of Ray Tune's scheduler, exchanges, interruptions, and real runs."""
 
-import csv
 import itertools
 import json
 import math
@@ -153,12 +152,9 @@ def test_members_that_may_change_get_further_than_any_fixed_setting(engine, tmp_
                 assert one["params"] == after[i]["params"]
             else:  # its weights are the parent's, whose return was higher
                 assert one["value"] is None or parent["value"] >= one["value"]
-                assert after[i]["params"] != parent["params"] or 1e-5 in parent["params"].values()
-    table = [*csv.DictReader((tmp_path / "together" / "trials.csv").open())]
-    assert [int(row["trial"]) for row in table] == list(range(6))
-    assert max(float(row["value"]) for row in table) == best["together"]
-    said = capsys.readouterr().out
-    assert f"return_mean {best['together']:,.1f}\npql eval {tmp_path}/together/member-" in said
+                rates = (given["params"]["algo.critic.lr"] for given in (after[i], parent))
+                assert engine == "ray" or next(rates) == next(rates) / 2
+    assert f"return_mean {best['together']:,.1f}\npql eval {tmp_path}/together/member-" in capsys.readouterr().out
 
 
 def test_a_population_that_is_killed_anywhere_ends_as_another_that_is_not(engine, tmp_path, monkeypatch):
@@ -190,9 +186,8 @@ def test_a_population_that_is_killed_anywhere_ends_as_another_that_is_not(engine
             left = math.inf
             state = train(folder, half)
         assert {**state, "asked": 0} == {**whole, "asked": 0}
-        for k in range(4):
-            x = [(one / f"member-{k}/checkpoints/tick-1/x").read_text() for one in (folder, tmp_path / "whole")]
-            assert x[0] == x[1]
+        one, other = ([*(tmp_path / name).glob("*/checkpoints/tick-1/x")] for name in (str(i), "whole"))
+        assert sorted(path.read_text() for path in one) == sorted(path.read_text() for path in other)
     assert i > 12  # 8 trainings, 4 writes of the state, and copies
 
 
@@ -200,11 +195,10 @@ def test_a_failed_member_is_replaced_and_another_population_is_refused(engine, t
     monkeypatch.setattr(population, "Runner", Valley)
     state = train(tmp_path)
     failed, *_, last = (one[3] for one in state["rounds"])
-    assert (failed["value"], failed["why"]) == (None, "status 1: no")
-    assert failed["parent"] != 3
-    assert last["value"] is not None
-    (row,) = [one for one in json.loads((tmp_path / "trials.json").read_text()) if one["trial"] == 3]
-    assert (row["returns"][0], row["returns"][-1], row["value"]) == (None, last["value"], last["value"])
+    assert (failed["value"], failed["why"], failed["parent"] == 3) == (None, "status 1: no", False)
+    row = json.loads((tmp_path / "trials.json").read_text())[3]
+    assert (row["trial"], row["returns"][0], row["returns"][-1]) == (3, None, last["value"])
+    assert row["value"] == last["value"] > -1
     with pytest.raises(ConfigError, match="population=3: expected 4, as in this sweep"):
         train(tmp_path, "population=3")
     (tmp_path / "population.json").write_text("{")
@@ -218,22 +212,16 @@ def test_decisions_of_ray_tune():
     spaces = ["algo.critic.lr=interval(0.001,0.01)", "algo.gamma=choice(0.9,0.95,0.99)"]
     plan = make_plan(["device=cpu", "budget.env_steps=90000", "every=10000", "population=8", *spaces], pbt=True)
     first = [one.config for one in population.decide(plan, 0, [{}] * 8, [])]
-    assert all(0.001 <= one["algo.critic.lr"] <= 0.01 and one["algo.gamma"] in ("0.9", "0.95", "0.99") for one in first)
     assert len({one["algo.critic.lr"] for one in first}) == 8
-    old = [{"algo.critic.lr": 0.009, "algo.gamma": "0.95"} for _ in range(8)]
-    scores = [float(i) for i in (3, 0, 7, 4, 2, 1, 6, 5)]
-    factors = set()
+    old, factors = [{"algo.critic.lr": 0.009, "algo.gamma": "0.95"} for _ in range(8)], set()
     for number in range(1, 40):
-        members = population.decide(plan, number, old, scores)
-        again = population.decide(plan, number, old, scores)
+        members, again = (population.decide(plan, number, old, [3.0, 0, 7, 4, 2, 1, 6, 5]) for _ in range(2))
         assert [one.config for one in members] == [one.config for one in again]
-        assert [i for i, one in enumerate(members) if one.parent is not None] == [1, 5]
-        assert {one.parent for one in members} <= {None, 2, 6}
-        for i in (1, 5):
-            factors.add(round(members[i].config["algo.critic.lr"] / 0.009, 3))
-            assert 0.001 <= members[i].config["algo.critic.lr"] <= 0.01
-            assert members[i].config["algo.gamma"] in ("0.9", "0.95", "0.99")
-        assert all(members[i].config == old[i] for i in (0, 2, 3, 4, 6, 7))
+        assert [i for i, one in enumerate(members) if one.parent in (2, 6)] == [1, 5]
+        assert all(one.parent is None and one.config == old[0] for i, one in enumerate(members) if i not in (1, 5))
+        first += [members[i].config for i in (1, 5)]
+        factors |= {round(members[i].config["algo.critic.lr"] / 0.009, 3) for i in (1, 5)}
+    assert all(0.001 <= one["algo.critic.lr"] <= 0.01 and one["algo.gamma"] in ("0.9", "0.95", "0.99") for one in first)
     assert {0.8, round(0.01 / 0.009, 3)} <= factors
     assert len(factors) > 5  # drawn anew
 
@@ -253,7 +241,6 @@ def test_real_runs_exchange_weights(engine, tmp_path, monkeypatch):
     state = json.loads((tmp_path / "population.json").read_text())
     first, second = state["rounds"]
     (loser,) = (i for i, one in enumerate(first) if one["parent"] != i)
-    assert first[1 - loser]["value"] >= first[loser]["value"]
     for i, one in enumerate(second):
         saved = manifest(points(tmp_path / f"member-{i}")[-1])
         assert saved["config"]["algo"]["policy"]["lr"] == one["params"]["algo.policy.lr"]

@@ -543,10 +543,11 @@ def test_only_the_threads_own_output_is_hidden(capsys):
 
 
 def test_eval_play_can_be_refused_and_required(tmp_path, monkeypatch):
-    seen = []
+    seen, drawn = [], []
 
-    def fake(num_envs=4, device="cpu", play=False):
+    def fake(num_envs=4, device="cpu", play=False, randomize=False):
         seen.append((num_envs, play))
+        drawn.append(randomize)
         env = MjlabVec(FakeMjlabEnv(Config(num_envs=num_envs, auto_reset=False)), "Fake", course=Course(play=play))
         return env if num_envs != 3 else Pendulum(3, "cpu")
 
@@ -566,6 +567,9 @@ def test_eval_play_can_be_refused_and_required(tmp_path, monkeypatch):
         ConfigError, match=r"eval\.play=true: expected null or false: pendulum has no configuration for"
     ):
         build_eval_env(compose([*given, "eval.play=true"]), 3)
+    for word in ("null", "false", "true"):  # with its own randomisation, as Playground has
+        build_eval_env(compose([*given, "task.kwargs.randomize=7", f"eval.play={word}"]), 3)
+    assert drawn[-3:] == [7, 7, False]
 
 
 def test_a_task_that_is_not_registered_is_named_before_anything_is_launched(version_3):

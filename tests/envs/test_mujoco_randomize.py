@@ -17,7 +17,6 @@ from pql.config.compose import compose
 from pql.contract.conformance import check_env
 from pql.contract.env import make_env
 from pql.contract.optional import Staged, set_stage, stage_of, supports
-from pql.envs.classic import Pendulum
 from pql.envs.mujoco.curriculum import Levels, linear, make_curriculum, succeed, survive
 from pql.envs.mujoco.engine import BatchEngine, Listed
 from pql.envs.mujoco.env import MujocoVec
@@ -224,6 +223,8 @@ def test_what_is_drawn_is_a_group_for_critics() -> None:
         assert torch.equal(step.final_obs["privileged"], before)  # type: ignore[index]
         assert torch.equal(step.obs["privileged"], before) == (i % 4 > 0)
         before = step.obs["privileged"]
+    again = env.reset_where(torch.tensor([True, False, True, False, False]))["privileged"]
+    assert (again != before).any(1).tolist() == [True, False, True, False, False]
     bare = {name: value for name, value in ALL.items() if name.startswith("push")}
     with pytest.raises(ConfigError, match=r"randomize\.observe=true: expected mass, friction, gain or obs_delay to be"):
         build("walker2d", 5, randomize={**bare, "observe": True})
@@ -247,22 +248,6 @@ def test_evaluations_for_play_are_of_the_nominal_model() -> None:
         assert torch.equal(step.obs["policy"], plain.step(action).obs["policy"])
         assert step.obs["privileged"][:, :-1].unique().tolist() == [1.0]
         assert step.obs["privileged"][:, -1].tolist() == [0.0] * 3
-
-
-def test_a_simulator_that_only_turns_randomisation_on_turns_it_off_for_play(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
-
-    def fake(num_envs: int = 4, device: str = "cpu", randomize: bool | int = False) -> Pendulum:
-        seen.append(randomize)
-        return Pendulum(num_envs, device)
-
-    monkeypatch.setattr("pql.contract.registry._registered", {"fake": fake})
-    words = ["device=cpu", "task=env", "task.name=fake", "task.kwargs.randomize=7"]
-    for word in ("eval.play=null", "eval.play=false", "eval.play=true"):
-        build_eval_env(compose([*words, word]), 2)
-    assert seen == [7, 7, False]
-    with pytest.raises(ConfigError, match=r"eval\.play=true: expected null or false"):
-        build_eval_env(compose([*words[:3], "eval.play=true"]), 2)
 
 
 def test_evaluations_are_at_the_trainings_level() -> None:
