@@ -95,7 +95,7 @@ class Stacker:
     def __init__(
         self, depth: int, rows: int, num_envs: int, blank: int, same_episode: Tensor, fills: Collection[str]
     ) -> None:
-        self.depth, self.rows, self.num_envs, self.blank, self.fills = depth, rows, num_envs, blank, fills
+        self.depth, self.rows, self.num_envs, self.blank, self.fills = depth, rows, num_envs, blank, sorted(fills)
         self._same_episode = same_episode
         self._back = torch.arange(depth - 1, -1, -1, device=same_episode.device)
 
