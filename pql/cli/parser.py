@@ -58,7 +58,7 @@ TRUST = flag("--trust", about="run the code, programs and paths that the file na
 LOUD = flag("--verbose", about="show what simulators print")
 CHECKPOINT, EXPORT = (word("path", metavar=f"RUN|CHECKPOINT{more}") for more in ("", "|EXPORT"))
 REPO = word("repo", metavar="OWNER/NAME")
-EPISODES = {**dict.fromkeys(("num_envs", "episodes", "seed", "max_steps"), int), "device": str, "epsilon": float}
+EPISODES = {"num_envs": int, "episodes": int, "seed": int, "device": str, "epsilon": float, "max_steps": int}
 EPISODES |= {"play": bool, "out": str}
 PAGE = {"x": str, "out": str, "thresholds": list, "at": list, "references": str}
 COMMANDS = {

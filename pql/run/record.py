@@ -140,9 +140,12 @@ def record_demonstrations(
     with writing("out", file, "file"):  # before the episodes are played
         file.parent.mkdir(parents=True, exist_ok=True)
     set_precision(stored.config.placement)
-    rules, idle = plan.rules(stored.config), 0
+    rules = plan.rules(stored.config)
     num_envs = plan.num_envs if plan.steps else min(plan.num_envs, plan.episodes)
-    episodes, returns, seen, steps, seed = list[Columns](), [], [], 0, plan.seed
+    episodes: list[Columns] = []
+    returns: list[float] = []
+    seen: list[float] = []
+    steps, idle, seed = 0, 0, plan.seed
     with watchdog.guarded(), simulator(stored, num_envs, rules, "the recording") as env:
         plan.check(env.spec)
         tape = TapedEnv(env, plan.noise, plan.seed)
