@@ -47,6 +47,7 @@ COVERED = {
     r"pql play .*--(live|browser)": "needs a screen, or viser: tests/run/test_play.py has stand-ins",
     r"pql (record|train .*replay.demos=(demos|path))": "tests/run/test_record.py, tests/data/test_datasets.py",
     r"pql (push|pull|eval walker )": "needs a hub: tests/hub/test_hub.py has a stand-in",
+    r"pql sweep .*--pbt": "needs Ray Tune: tests/cli/test_population.py has a stand-in",
     r"pql (fleet|actor .*learner\.lan)": "needs a cluster: tests/remote/test_fleet.py",
     r"pql train task=remote .*0\.0\.0\.0": "TLS and tokens: tests/remote/test_remote.py",
 }
