@@ -16,6 +16,7 @@ from pql.data.frames import deepest, stored_spec
 from pql.data.normalize import Normalizer
 from pql.data.priority import least_rows
 from pql.data.replay import Cursor, Replay
+from pql.data.sequences import Sequences, Span, States
 from pql.data.sizes import ReplayLayout, preflight
 from pql.engine.placement import available_bytes
 from pql.engine.schedule import Counts
@@ -115,6 +116,46 @@ def ring_rows(
         allowed = f"at least {least * spec.num_envs}: {least} rows of {spec.num_envs} environments for {what}"
         raise ConfigError("replay.capacity", replay.capacity, allowed)
     return rows
+
+
+def sequence_ring_rows(
+    config: Config[Any],
+    spec: EnvSpec,
+    counts: Counts,
+    device: torch.device,
+    carry_size: int,
+    extra: Sequence[str] = (),
+) -> int:
+    """Return the rows per environment of a replay with sequences, a whole number of periods.
+
+    Args:
+        carry_size: numbers of a stored state.
+        extra: as in :func:`ring_rows`.
+    Raises:
+        ConfigError: it is too small for a sequence, or does not fit into memory.
+    """
+    algo, period = config.algo, config.algo.period
+    states = ("state",) * -(-carry_size // period)  # stored states, as numbers per row
+    rows = ring_rows(config, spec, counts, device, (*extra, *states)) // period * period
+    guard = counts.horizon * spec.spread + deepest(spec.obs.values())
+    least = max(algo.burn_in + algo.length + algo.n_step + period - 1, algo.warmup_steps) + guard
+    least = -(-least // period) * period
+    if rows < least:
+        raise ConfigError(
+            "replay.capacity",
+            config.replay.capacity,
+            f"at least {least * spec.num_envs}: {least} rows of {spec.num_envs} environments, so that there always is "
+            "a whole sequence",
+        )
+    return rows
+
+
+def make_sequences(config: Config[Any], states: States) -> Sequences:
+    """Create the selection of sequences of the ring of ``states``."""
+    algo = config.algo
+    states.ring.constants(algo.n_step, algo.gamma)  # the copy to the device would stall the first tick
+    span = Span(algo.burn_in, algo.length, algo.n_step)
+    return Sequences(states, span, algo.gamma, algo.stored_state)
 
 
 def make_ring(setup: Setup, worker: str, obs_only: bool = False, extra: Sequence[str] = ()) -> Replay:

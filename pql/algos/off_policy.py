@@ -7,6 +7,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import torch
@@ -17,15 +18,26 @@ from pql.algos.builders import (
     check_obs,
     make_normalizer,
     make_ring,
+    make_sequences,
     ring_layout,
     ring_rows,
+    sequence_ring_rows,
     stored_obs,
+)
+from pql.algos.memory import (
+    SequenceDraw,
+    carry_size,
+    critics_remember,
+    make_memory_input,
+    policies_on_sequences,
+    remembers,
+    values_on_sequences,
 )
 from pql.algos.mirror import make_mirror, with_mirror_loss
 from pql.algos.policies import PolicyState
 from pql.algos.registry import Family, Setup, Wiring
 from pql.algos.rnd import curious_values, make_novelty
-from pql.collect.actors import ActFunction, NoisyActor
+from pql.collect.actors import ActFunction, NoisyActor, RememberingActor
 from pql.collect.collector import Collector
 from pql.collect.exploration import Exploration
 from pql.collect.prefill import demonstrations, observe_recorded
@@ -40,6 +52,7 @@ from pql.data.demos import Demos
 from pql.data.mirror import Mirror
 from pql.data.normalize import Normalizer
 from pql.data.replay import Cursor, Replay
+from pql.data.sequences import States
 from pql.data.tensorfile import digest_of
 from pql.data.transitions import File, read_transitions
 from pql.engine.flat import Flat
@@ -54,7 +67,6 @@ from pql.nets.encoders import (
     image_size,
     is_image,
     lend_encoder,
-    make_input,
     make_layers,
 )
 from pql.nets.mlp import Critic, Reads, seeded
@@ -107,7 +119,10 @@ def check_off_policy(config: Config[ActorCriticConfig], spec: EnvSpec, counts: C
         path = expanded(setting, config.replay.demos)
         data = read_dataset(setting, path, config.replay.demo_keys, stored, spec)
         read_transitions(File(setting, path, stored, spec.obs, data), torch.empty(0, *spec.action.shape))
-    return ring_rows(config, spec, counts, device)
+    if config.algo.lstm is None:
+        return ring_rows(config, spec, counts, device)
+    critics_remember(config, spec)
+    return sequence_ring_rows(config, spec, counts, device, carry_size(config.algo))
 
 
 def check_images(config: Config[ActorCriticConfig], spec: EnvSpec) -> None:
@@ -136,19 +151,25 @@ def check_images(config: Config[ActorCriticConfig], spec: EnvSpec) -> None:
 
 
 def wire_off_policy(kind: OffPolicy[A], setup: Setup[A]) -> Wiring:
-    """Create networks, replay and workers. A P-learner on another device has a replay of observations only."""
+    """Create networks, replay and workers. A P-learner on another device has a replay of its own, of observations only
+    unless it draws sequences."""
     config, spec, devices = setup.config, setup.spec, setup.devices
+    recurrent = config.algo.lstm is not None
     nets = seeded(lambda: (kind.policy(config, spec), make_critic(config, spec)), setup.init_seed)
     lend_encoder(nets[1], nets[0])  # copies of both begin with the same weights
     normalizer = make_normalizer(setup)
     replays = [make_ring(setup, "v")]
     if devices["p"] != devices["v"]:
-        replays.append(make_ring(setup, "p", obs_only=True))
+        replays.append(make_ring(setup, "p", obs_only=not recurrent))
     demos = make_demos(setup, replays, normalizer)
     actor = make_noisy_actor(kind.act, config, spec, nets[0])
-    collector = Collector(setup.env, actor, normalizer, replays, setup.generator("collector"), setup.execution)
-    v = make_value_learner(kind, setup, *nets, normalizer, Drawn(replays[0], demos[0]))
-    p = make_policy_learner(kind, setup, *nets, normalizer, Drawn(replays[-1], demos[-1]))
+    # States are allocated before their ring: see States.
+    states = [States(ring, carry_size(config.algo), config.algo.period) for ring in replays] if recurrent else []
+    stores = [*states, *replays]
+    collector = Collector(setup.env, actor, normalizer, stores, setup.generator("collector"), setup.execution)
+    drawn = [Drawn(*parts) for parts in zip(replays, demos, states or repeat(None), strict=False)]
+    v = make_value_learner(kind, setup, *nets, normalizer, drawn[0])
+    p = make_policy_learner(kind, setup, *nets, normalizer, drawn[-1])
     pulls = {"policy": Flat(collector.actor.policy).tensors()}
     publishes = {"norm": normalizer.frozen(), "rows": replays[0].live.tensors()}
     if config.replay.demo_share_end is not None:
@@ -169,6 +190,15 @@ class Drawn:
 
     replay: Replay
     demos: Demos | None
+    states: States | None
+
+    def draw(self, kind: "type[PolicyDraw]", setup: Setup[A], norm: Normalizer) -> Any:
+        """Return a worker's draws of rows, or of sequences if there are states."""
+        if self.states is None:
+            return kind(*self.parts(setup, norm))
+        device, sequences = self.replay.device, make_sequences(setup.config, self.states)
+        cursor = Cursor(self.replay.num_envs, device)
+        return SequenceDraw(kind.worker, setup.config.algo, sequences, cursor, norm.copy_to(device))
 
     def parts(self, setup: Setup[A], norm: Normalizer) -> tuple[Any, ...]:
         """Return the parts of a :class:`PolicyDraw`."""
@@ -196,11 +226,13 @@ def make_value_learner(
     algo, device = setup.config.algo, source.replay.device
     for ring in (source.replay, *([source.demos.ring] if source.demos else [])):
         ring.constants(algo.n_step, algo.gamma)  # the copy to the device would stall the first tick
-    draw = ValueDraw(*source.parts(setup, norm))
+    draw = source.draw(ValueDraw, setup, norm)
     learner = kind.value_learner(setup, learner_copy(critic, algo, device), learner_copy(policy, algo, device), draw)
     if (novelty := make_novelty(setup, device)) is not None:
         learner.state.add("rnd", novelty)
         learner.update = curious_values(learner.update, novelty)
+    if source.states is not None:
+        learner.update = values_on_sequences(learner.update)
     return learner
 
 
@@ -211,10 +243,12 @@ def make_policy_learner(
     algo, device = setup.config.algo, source.replay.device
     policy, critic = learner_copy(policy, algo, device), learner_copy(critic, algo, device)
     lend_encoder(critic, policy)
-    draw = PolicyDraw(*source.parts(setup, norm))
+    draw = source.draw(PolicyDraw, setup, norm)
     learner = kind.policy_learner(setup, policy, critic, draw)
     if draw.mirror is not None and algo.symmetry.mirror_coef > 0:
         learner.update = with_mirror_loss(learner.update, mean_action, draw.mirror)
+    if source.states is not None:
+        learner.update = policies_on_sequences(learner.update)
     return learner
 
 
@@ -295,7 +329,7 @@ def make_critic(config: Config[ActorCriticConfig], spec: EnvSpec) -> Critic:
     if net.net is not None:
         return cast(Critic, custom_network(config, spec, "critic", partial(probe_critic, atoms=net.atoms)))
     size = cast(Box, spec.action).size
-    return Critic(make_input(config, spec, "critic"), size, make_layers(net), net.ensemble, net.atoms)
+    return Critic(make_memory_input(config, spec, "critic"), size, make_layers(net), net.ensemble, net.atoms)
 
 
 def probe_critic(network: nn.Module, obs: Obs, action: Tensor, atoms: int | None = None) -> Outputs:
@@ -307,4 +341,5 @@ def probe_critic(network: nn.Module, obs: Obs, action: Tensor, atoms: int | None
 def make_noisy_actor(act: ActFunction, config: Config[Any], spec: EnvSpec, policy: nn.Module) -> NoisyActor:
     """Create the collector's actor: a copy of the policy with exploration noise on ``act``."""
     noise = Exploration(config.algo.explore, spec.num_envs, cast(Box, spec.action).size, spec.device)
-    return NoisyActor(copy.deepcopy(policy).to(spec.device), act, noise, spec)
+    kind = RememberingActor if remembers(policy) else NoisyActor
+    return kind(copy.deepcopy(policy).to(spec.device), act, noise, spec)

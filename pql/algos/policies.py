@@ -8,13 +8,14 @@ from typing import Any, TypeVar, cast
 from torch import Tensor, nn
 
 from pql.algos.critics import make_adam, make_atoms
+from pql.algos.memory import make_memory_input
 from pql.config import Config
 from pql.config.algorithms import ActorCriticConfig
 from pql.contract.env import Box, EnvSpec
 from pql.engine.flat import Flat
 from pql.engine.optim import AdamW, polyak
 from pql.engine.worker import PULLED, State
-from pql.nets.encoders import Probe, custom_network, lend_encoder, make_input, make_layers
+from pql.nets.encoders import Probe, custom_network, lend_encoder, make_layers
 from pql.nets.mlp import Critic, Reads
 from pql.types import Obs
 
@@ -99,6 +100,6 @@ def make_policy_network(
     net = config.algo.policy
     if net.net is not None:
         return custom_network(config, spec, "policy", probe)
-    policy = kind(make_input(config, spec, "policy"), cast(Box, spec.action).size, make_layers(net))
+    policy = kind(make_memory_input(config, spec, "policy"), cast(Box, spec.action).size, make_layers(net))
     policy.borrows = net.encoder == "critic"
     return policy

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Generator, Tensor
 
-from pql.algos.builders import make_normalizer, make_ring, replay_learner, ring_rows
+from pql.algos.builders import make_normalizer, make_ring, make_sequences, replay_learner, sequence_ring_rows
 from pql.algos.dqn import huber, value_step
 from pql.algos.registry import Family, Setup, Wiring
 from pql.algos.value import (
@@ -36,10 +36,9 @@ from pql.collect.epsilon import Epsilon
 from pql.config import Config, R2d2Config
 from pql.contract.env import Discrete, EnvSpec
 from pql.contract.last_action import GROUP
-from pql.data.frames import deepest
 from pql.data.normalize import Normalizer
 from pql.data.replay import Cursor
-from pql.data.sequences import RankedSequences, Sequence, Sequences, Span, States, mixed
+from pql.data.sequences import RankedSequences, Sequence, Sequences, States, mixed
 from pql.engine.flat import Flat
 from pql.engine.optim import Clock
 from pql.engine.schedule import Counts
@@ -104,28 +103,10 @@ def check_r2d2(config: Config[R2d2Config], spec: EnvSpec, counts: Counts, device
         ConfigError: an unsupported action or observation space, a target period that is not a whole number of updates,
             or a replay that is too small for a sequence or too large for memory.
     """
-    algo, config = config.algo, showing(config)
+    config = showing(config)
     check_acting(config, spec)
     target_updates(config, counts)
-    states = ("state",) * -(-2 * algo.lstm // algo.period)  # stored states, as numbers per row
-    rows = ring_rows(config, spec, counts, device, (*stored_columns(config), *states)) // algo.period * algo.period
-    guard = counts.horizon * spec.spread + deepest(spec.obs.values())
-    least = max(sequence_rows(config) + algo.period - 1, algo.warmup_steps) + guard
-    least = -(-least // algo.period) * algo.period
-    if rows < least:
-        raise ConfigError(
-            "replay.capacity",
-            config.replay.capacity,
-            f"at least {least * spec.num_envs}: {least} rows of {spec.num_envs} environments, so that there always is "
-            "a whole sequence",
-        )
-    return rows
-
-
-def sequence_rows(config: Config[R2d2Config]) -> int:
-    """Return S, the rows that must exist before a sequence may be sampled."""
-    algo = config.algo
-    return algo.burn_in + algo.length + algo.n_step
+    return sequence_ring_rows(config, spec, counts, device, 2 * config.algo.lstm, stored_columns(config))
 
 
 def showing(config: Config[R2d2Config]) -> Config[R2d2Config]:
@@ -149,13 +130,6 @@ def wire_r2d2(kind: Recurrent, setup: Setup[R2d2Config]) -> Wiring:
     collector = Collector(setup.env, actor, norm, [states, ring], setup.generator("collector"), setup.execution)
     sequences = make_sequences(config, states)
     return value_wiring(collector, ring, sequence_learner(kind, setup, net, norm, sequences), epsilon)
-
-
-def make_sequences(config: Config[R2d2Config], states: States) -> Sequences:
-    algo = config.algo
-    states.ring.constants(algo.n_step, algo.gamma)  # the copy to the device would stall the first tick
-    span = Span(algo.burn_in, algo.length, algo.n_step)
-    return Sequences(states, span, algo.gamma, algo.stored_state)
 
 
 def sequence_learner(
@@ -211,7 +185,8 @@ def r2d2_update(state: ValueState, batch: Sequence, settings: R2d2Config, gen: G
         best = (online_q if settings.double else target_q).argmax(-1, keepdim=True)
         ahead = target_q.gather(-1, best).squeeze(-1).gather(0, batch.successor)  # [L, B]
         target = targets(batch.reward, batch.discount, ahead, settings.rescale)
-    q = online_q[: target.shape[0]].gather(-1, batch.action.unsqueeze(-1)).squeeze(-1)
+    done = batch.action[settings.burn_in :][: target.shape[0]]
+    q = online_q[: target.shape[0]].gather(-1, done.unsqueeze(-1)).squeeze(-1)
     error = target - q
     loss, error = huber(error, settings.huber), error.detach()
     metrics = value_step(state, batch, loss, error, q.detach())

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Generator, Tensor, nn
@@ -47,27 +47,40 @@ class Actor:
 
     def observe(self, first: Tensor) -> None:
         """Record where the next action begins an episode, [N] bool."""
+        if self.memory is not None:
+            self.memory.carry.mul_(~first.unsqueeze(1))
+            self.memory.fresh.copy_(first)
 
     def restart(self) -> None:
         """Mark every environment's next action as the first of an episode."""
+        if self.memory is not None:
+            self.memory.carry.zero_()
+            self.memory.fresh.fill_(True)
 
     def part(self, columns: slice) -> Self:
         """Return the actor of a range of the environments; its tensors are views of this one's."""
         part = copy.copy(self)
         part.action = self.action[columns]
+        part.memory = None if self.memory is None else Memory(*(t[columns] for t in self.memory))
         return part
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the tensors to save; they are restored in place."""
-        return {}
+        return {} if self.memory is None else self.memory._asdict()
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         for name, tensor in self.state_dict().items():
             tensor.copy_(state[name])
 
 
+def empty_memory(spec: EnvSpec, size: int) -> Memory:
+    """Return the memory with a carry of ``size`` numbers before an episode's first action."""
+    n, device = spec.num_envs, spec.device
+    return Memory(torch.zeros(n, size, device=device), torch.ones(n, dtype=torch.bool, device=device))
+
+
 class NoisyActor(Actor):
-    """Feedforward policy with exploration noise on its action."""
+    """Policy with exploration noise on its action."""
 
     squashed: Tensor
 
@@ -80,9 +93,11 @@ class NoisyActor(Actor):
         self.action.copy_(self.explore(self.squashed, gen))
 
     def observe(self, first: Tensor) -> None:
+        super().observe(first)
         self.explore.observe(first)
 
     def restart(self) -> None:
+        super().restart()
         self.explore.fresh.fill_(True)
 
     def part(self, columns: slice) -> Self:
@@ -91,7 +106,38 @@ class NoisyActor(Actor):
         return part
 
     def state_dict(self) -> dict[str, Tensor]:
-        return self.explore.state_dict()
+        return {**self.explore.state_dict(), **super().state_dict()}
+
+
+class RememberingActor(NoisyActor):
+    """Recurrent policy with exploration noise; the carry [N, C] before the action is stored with it.
+
+    During the warm-up the policy does not act, and the carry is zeros.
+    """
+
+    memory: Memory
+
+    def __init__(self, policy: nn.Module, act: ActFunction, explore: Exploration, spec: EnvSpec):
+        super().__init__(policy, act, explore, spec)
+        self.memory = empty_memory(spec, *cast(Any, policy).state_shapes["carry"])
+        self.before = self.memory.carry.clone()
+
+    def act(self, obs: Obs, gen: Generator) -> None:
+        self.before.copy_(self.memory.carry)
+        seen, carry = cast(Any, self.policy.encoder).step(obs, self.memory.carry)
+        self.memory.carry.copy_(carry)
+        super().act(seen, gen)
+
+    def record(self, device: torch.device) -> Acted:
+        return Acted(self.action.to(device), {"carry": self.before.to(device)})
+
+    def part(self, columns: slice) -> Self:
+        part = super().part(columns)
+        part.before = self.before[columns]
+        return part
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {**super().state_dict(), "before": self.before}
 
 
 def action_buffer(spec: EnvSpec) -> Tensor:
@@ -139,49 +185,41 @@ class EpsilonActor(Actor):
         return part
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {"steps": self.epsilon.steps, **self.stored}
+        return {"steps": self.epsilon.steps, **self.stored, **super().state_dict()}
 
 
 class RecurrentActor(EpsilonActor):
-    """Epsilon-greedy actor of a recurrent Q-network. ``carry`` [N, C], the state before the action, is stored with it.
+    """Epsilon-greedy actor of a recurrent Q-network. The carry [N, C] before the action is stored with it.
 
     During the warm-up the network does not act, and the carry is zeros.
     """
 
+    memory: Memory
+
     def __init__(self, policy: RecurrentQNetwork, epsilon: Epsilon, spec: EnvSpec, store_values: bool = False):
         super().__init__(policy, epsilon, spec, store_values)
-        self.carry = torch.zeros(spec.num_envs, policy.carry_size, device=spec.device)
-        self.fresh = torch.ones(spec.num_envs, dtype=torch.bool, device=spec.device)
-        self.before, self.memory = self.carry.clone(), Memory(self.carry, self.fresh)
+        self.memory = empty_memory(spec, policy.carry_size)
+        self.before = self.memory.carry.clone()
 
     def act(self, obs: Obs, gen: Generator) -> None:
         policy = self.policy
         assert isinstance(policy, RecurrentQNetwork)
-        self.before.copy_(self.carry)
-        values, carry = policy.step(obs, self.carry)
-        self.carry.copy_(carry)
+        self.before.copy_(self.memory.carry)
+        values, carry = policy.step(obs, self.memory.carry)
+        self.memory.carry.copy_(carry)
         self._choose(values, gen)
 
     def record(self, device: torch.device) -> Acted:
         stored = {**self.stored, "carry": self.before}
         return Acted(self.action.to(device), {k: v.to(device) for k, v in stored.items()})
 
-    def observe(self, first: Tensor) -> None:
-        self.carry.mul_(~first.unsqueeze(1))
-        self.fresh.copy_(first)
-
-    def restart(self) -> None:
-        self.carry.zero_()
-        self.fresh.fill_(True)
-
     def part(self, columns: slice) -> Self:
         part = super().part(columns)
-        part.carry, part.fresh, part.before = self.carry[columns], self.fresh[columns], self.before[columns]
-        part.memory = Memory(part.carry, part.fresh)
+        part.before = self.before[columns]
         return part
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {**super().state_dict(), "carry": self.carry, "fresh": self.fresh, "before": self.before}
+        return {**super().state_dict(), "before": self.before}
 
 
 class StochasticActor(Actor):
@@ -196,14 +234,13 @@ class StochasticActor(Actor):
         n, size, carry_size = spec.num_envs, policy.dist.params_size, policy.body.carry_size
         self.version = torch.zeros((), dtype=torch.int64, device=device)  # of the weights, pulled with them
         versions = torch.full((n,), -1, device=device)  # per environment, because some act rarely
-        carry = torch.zeros(n, carry_size, device=device)
+        memory = empty_memory(spec, carry_size)
         # With late answers, the memory before the action is needed when its answer arrives.
-        before = carry.clone() if spec.spread > 1 else None
+        before = memory.carry.clone() if spec.spread > 1 else None
         squashes = isinstance(policy.dist, DiagGaussian) and policy.dist.squash
         self.squashed = self.action if squashes else None
         self.acted = PolicyOutput(action_buffer(spec), torch.zeros(n, size, device=device), versions, before)
-        fresh = torch.ones(n, dtype=torch.bool, device=device)
-        self.memory = Memory(carry, fresh) if carry_size else None
+        self.memory = memory if carry_size else None
 
     def act(self, obs: Obs, gen: Generator) -> None:
         policy, dist = self.policy, self.policy.dist
@@ -223,25 +260,14 @@ class StochasticActor(Actor):
     def record(self, device: torch.device) -> PolicyOutput:
         return self.acted if device == self.action.device else self.acted.map(lambda t: t.to(device))
 
-    def observe(self, first: Tensor) -> None:
-        if self.memory is not None:
-            self.memory.carry.mul_(~first.unsqueeze(1))
-            self.memory.fresh.copy_(first)
-
-    def restart(self) -> None:
-        if self.memory is not None:
-            self.memory.carry.zero_()
-            self.memory.fresh.fill_(True)
-
     def part(self, columns: slice) -> Self:
         part = super().part(columns)
         part.acted = self.acted.map(lambda t: t[columns])
         part.squashed = None if self.squashed is None else part.action
-        part.memory = None if self.memory is None else Memory(*(t[columns] for t in self.memory))
         return part
 
     def state_dict(self) -> dict[str, Tensor]:
-        memory = {} if self.memory is None else self.memory._asdict()
+        memory = super().state_dict()
         if self.acted.carry is None:
             return memory
         return {**memory, **{f"acted/{k}": t for k, t in self.acted._asdict().items()}}

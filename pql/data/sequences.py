@@ -29,16 +29,17 @@ Target = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Sequence(NamedTuple):
-    """B sequences of S rows, L of which are trained on; ``action`` to ``mask`` begin at row ``burn_in``."""
+    """B sequences of S rows, L of which are trained on; ``reward`` to ``followed`` begin at row ``burn_in``."""
 
     obs: Obs  # [S, B, ...]
     first: Tensor  # [S, B] bool; the next row begins an episode
     carry: Tensor  # [B, C] the policy's recurrent state before row 0
-    action: Tensor  # [L, B] int64
+    action: Tensor  # [S, B] int64 or [S, B, A] float32
     reward: Tensor  # [L, B] n-step sum
     discount: Tensor  # [L, B]
     successor: Tensor  # [L, B] int64; row to bootstrap from, in ``obs`` from row ``burn_in`` on
     mask: Tensor  # [L, B] float32; 0: a filler row, or one without a valid target
+    followed: Tensor  # [L, B] float32; 0: without a successor, or ``mask`` is 0
     weight: Tensor  # [B] importance weight
     index: Tensor  # type: ignore[assignment]  # [B] int64, for the priorities
 
@@ -58,6 +59,10 @@ class States(Store):
         self.slots, self.ragged = ring.rows // period, ring.ragged  # P
         # One scratch slot for states that are not kept: every row writes, so that nothing branches.
         self.carry = torch.zeros((self.slots + 1) * ring.num_envs, size, device=self.device)
+
+    def begin(self, obs: Obs) -> None:
+        """Forget the states of captured steps: filler rows, which have none, would not overwrite them."""
+        self.carry.zero_()
 
     def insert(self, acted: Acted, step: Step, columns: Tensor | None = None, arrived: Tensor | None = None) -> None:
         """Store ``acted.extra["carry"]`` [n, C] if the row is aligned and exists.
@@ -127,6 +132,21 @@ class Sequences:
         usable = (row >= 0) & (row >= head - ring.reach) & (row + self.size <= head)
         return row.flatten(), usable.flatten()
 
+    def sample(self, cursor: Cursor, batch: int, gen: Generator) -> Sequence:
+        """Draw ``batch`` sequences uniformly among those that may be read; if there are none, masks are 0."""
+        ring, period = self.ring, self.states.period
+        newest = (cursor.head - self.size) // period  # [N], in periods; negative: there is none
+        oldest = ((cursor.head - ring.reach).clamp(min=0) + period - 1) // period
+        count = (newest - oldest + 1).clamp(min=0)
+        ends = count.cumsum(0)
+        # The remainder favours some sequences by less than their number / 2^62.
+        number = torch.randint(1 << 62, (batch,), generator=gen, device=ring.device) % ends[-1].clamp(min=1)
+        column = torch.searchsorted(ends, number, right=True).clamp(max=ring.num_envs - 1)
+        start = (number - (ends - count - oldest).index_select(0, column)) * period
+        out = self.read(cursor, start, column)
+        there = ends[-1] > 0
+        return out._replace(mask=out.mask * there, followed=out.followed * there)
+
     def column(self, index: Tensor) -> Tensor:
         """Return the columns of drawn indices, [B] both."""
         return index % self.ring.num_envs
@@ -137,7 +157,8 @@ class Sequences:
         heads = cursor.head.index_select(0, column).expand(self.size, -1)  # [S, B]
         rows = torch.minimum(start + self._steps, heads - 1)  # [S, B]; if none may be read yet, some written row
         columns = column.expand_as(rows)  # [S, B]
-        flags = ring.flags.index_select(0, ring.cell(rows, columns).flatten()).int()  # [S B]
+        cells = ring.cell(rows, columns).flatten()
+        flags = ring.flags.index_select(0, cells).int()  # [S B]
 
         part = slice(burn, burn + trained)
         row, col, head = (v[part].flatten() for v in (rows, columns, heads))  # [L B]
@@ -151,11 +172,12 @@ class Sequences:
             {k: v.unflatten(0, rows.shape) for k, v in obs.items()},
             ~ring.rule("same episode", flags).view_as(rows),
             carry if self.stored else torch.zeros_like(carry),
-            ring.action.index_select(0, window.cell).view_as(last),
+            ring.action.index_select(0, cells).unflatten(0, rows.shape),
             window.reward.view_as(last),
             window.discount.view_as(last),
             last + 1,
             window.mask.view_as(last).float(),
+            (window.mask & window.followed).view_as(last).float(),
             torch.ones_like(carry[:, 0]),
             start,
         )

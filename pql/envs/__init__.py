@@ -18,7 +18,7 @@ BUILTIN = {
     "pendulum": "pql.envs.classic:Pendulum",
     "cartpole": "pql.envs.classic:Cartpole",
     "cartpole_swingup": "pql.envs.classic:CartpoleSwingup",
-    "ball_balance": "pql.envs.classic:BallBalance",
+    "ball_balance": "pql.envs.ball_balance:BallBalance",
     "tmaze": "pql.envs.tmaze:TMaze",
     "catch": "pql.envs.catch:Catch",
     **{name: f"pql.envs.mujoco:{name}" for name in MUJOCO},

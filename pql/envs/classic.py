@@ -1,4 +1,5 @@
-"""Classic control as batched torch code: pendulum, cart-poles, ball balance. Any device, any number of envs.
+"""Classic control as batched torch code: pendulum, cart-poles; the base of tasks in torch. Any device, any number of
+environments.
 
 Nothing here waits for the device: shapes are static, resets are masked, and every step draws start states for all rows,
 so the random stream does not depend on which episodes end. The state stays at fixed addresses and is written in place,
@@ -7,6 +8,7 @@ so that ``step`` can be captured in a CUDA graph (``Capturable``).
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -129,6 +131,10 @@ class TorchEnv:
         """Return the observation of states [N, S] as a new tensor, [N, D] or as in ``obs_spec``."""
         raise NotImplementedError
 
+    def shown(self, state: Tensor) -> Obs:
+        """Return all observation groups of states [N, S], new tensors of [N, ...]."""
+        return {"policy": self.observe(state)}
+
     def advance(self, state: Tensor, action: Tensor) -> Transition:
         """Advance ``state`` one control step by ``action`` ([N, A] in [-1, 1], or [N] int64); write to neither."""
         raise NotImplementedError
@@ -148,14 +154,14 @@ class TorchEnv:
         self._steps.zero_()
         if self._stagger:
             self._steps.copy_((self._rand(1)[:, 0] * self._limit).long().clamp(max=self._limit - 1))
-        return {"policy": self.observe(self._state)}
+        return self.shown(self._state)
 
     @torch.no_grad()
     def reset_where(self, mask: Tensor) -> Obs:
         """Restart the environments of ``mask`` ([N] bool) and return all current observations."""
         self._state.copy_(torch.where(mask[:, None], self.draw(), self._state))
         self._steps.masked_fill_(mask, 0)
-        return {"policy": self.observe(self._state)}
+        return self.shown(self._state)
 
     @torch.no_grad()
     def step(self, action: Tensor) -> Step:
@@ -164,11 +170,10 @@ class TorchEnv:
         self._steps += 1
         truncated = (self._steps >= self._limit) & ~terminated
         done = terminated | truncated
-        final = self.observe(state)
+        ends = self.shown(state)
         self._state.copy_(torch.where(done[:, None], self.draw(), state))
         self._steps.masked_fill_(done, 0)
-        obs = self.observe(self._state)
-        seen, ends, yes = {"policy": obs}, {"policy": final}, self._true
+        seen, yes = self.shown(self._state), self._true
         return Step(seen, reward, terminated, truncated, done, ends, yes, yes, log)
 
     def close(self) -> None: ...
@@ -204,6 +209,9 @@ class Pendulum(Drawn, TorchEnv):
     obs [N, 3]: cos and sin of the angle (0 is upright, rad), angular velocity (rad/s, within 8). action [N, 1]:
     torque / 2 N m. reward = -(angle^2 + 0.1 velocity^2 + 0.001 torque^2) of the state before the step, from -16.3 to 0.
     Never terminates; 200 steps of 0.05 s.
+
+    Args:
+        velocity: False: obs is [N, 2], without the velocity, and a group ``critic`` [N, 3] has it.
     """
 
     name, obs_size, action_size, state_size, time_limit = "pendulum", 3, 1, 2, 200
@@ -213,6 +221,32 @@ class Pendulum(Drawn, TorchEnv):
     action_limit = max_torque
     view, paint = ((-1.3, -1.15), (1.3, 1.15)), staticmethod(draw.pendulum)
 
+    def __init__(
+        self,
+        num_envs: int = 64,
+        device: str | torch.device = "cpu",
+        max_episode_steps: int | None = None,
+        stagger: bool = False,
+        velocity: bool = True,
+    ):
+        super().__init__(num_envs, device, max_episode_steps, stagger)
+        self.spec, self.velocity = self.describe(num_envs, device, max_episode_steps, stagger, velocity), velocity
+
+    @classmethod
+    def describe(
+        cls,
+        num_envs: int = 64,
+        device: str | torch.device = "cpu",
+        max_episode_steps: int | None = None,
+        stagger: bool = False,
+        velocity: bool = True,
+    ) -> EnvSpec:
+        """Return the ``EnvSpec`` of an environment with these arguments."""
+        spec = super().describe(num_envs, device, max_episode_steps, stagger)
+        if not isinstance(velocity, bool):
+            raise ConfigError("velocity", velocity, "true or false")
+        return spec if velocity else replace(spec, obs={"policy": ObsSpec((2,)), "critic": ObsSpec((3,))})
+
     def draw(self) -> Tensor:
         unit = self.uniform(2)
         return torch.stack((unit[:, 0] * math.pi, unit[:, 1]), 1)
@@ -220,6 +254,10 @@ class Pendulum(Drawn, TorchEnv):
     def observe(self, state: Tensor) -> Tensor:
         angle, speed = state.unbind(1)
         return torch.stack((angle.cos(), angle.sin(), speed), 1)
+
+    def shown(self, state: Tensor) -> Obs:
+        obs = self.observe(state)
+        return {"policy": obs} if self.velocity else {"policy": obs[:, :2].clone(), "critic": obs}
 
     def advance(self, state: Tensor, action: Tensor) -> Transition:
         angle, speed = state.unbind(1)
@@ -312,80 +350,3 @@ class Cartpole(CartAndPole):
         state = state + self.dt * self.derivative(state, (2 * action - 1) * self.force)
         fell = (state[:, 0].abs() > self.rail) | (state[:, 2].abs() > self.tilt)
         return Transition(state, torch.ones_like(state[:, 0]), fell, {})
-
-
-class BallBalance(Drawn, TorchEnv):
-    """Catch a falling ball on a plate carried by three legs, and hold it at rest in the middle.
-
-    After IsaacGymEnvs' BallBalance (obs 24, action 3), written as rigid-body equations: a solid sphere in 3D with
-    spring-damper contact along the plate's normal and Coulomb friction (mu = 0.8), semi-implicit Euler at 200 Hz,
-    control at 50 Hz, 500 steps. Differences from Isaac's task: actions are the legs' target heights (Isaac: increments
-    of joint targets), legs follow with a lag of 0.1 s and do not feel the ball, there are no force sensors (12 of
-    Isaac's 24 observations), the reward's distance is scaled, and the episode ends where the ball leaves the plate's
-    circle (Isaac: where it falls below a height).
-
-    obs [N, 12]: leg heights / 0.05 m, ball position (m, from the middle of the level plate), ball velocity (m/s),
-    spin times radius (m/s). action [N, 3]: leg targets / 0.05 m, at 90, 210 and 330 degrees. reward = centred * calm
-    = 1 / (1 + distance / 0.1 m) * 1 / (1 + speed / 1 m/s), at most 1, distance to rest in the middle.
-    """
-
-    name, obs_size, action_size, state_size, time_limit = "ball_balance", 12, 3, 12, 500
-    terms = ("centred", "calm")
-    capturable = True
-    gravity, ball, plate, leg_radius, leg_range, lag = 9.81, 0.05, 0.5, 0.4, 0.05, 0.1
-    action_limit = leg_range
-    view, paint = ((-0.7, -0.5), (0.7, 0.5)), staticmethod(draw.ball_balance)
-    stiffness, damping, friction, dt, substeps = 1500.0, 39.0, 0.8, 0.02, 4
-
-    def setup(self) -> None:
-        turn = torch.tensor([90.0, 210.0, 330.0], device=self.spec.device).deg2rad()
-        slope = 2 / (3 * self.leg_radius)
-        # Leg heights [N, 3] @ plane [3, 3] = the plate's height in the middle and its slopes along x and y.
-        self._plane = torch.stack((torch.full_like(turn, 1 / 3), slope * turn.cos(), slope * turn.sin()), 1)
-        self._up = torch.tensor([0.0, 0.0, 1.0], device=self.spec.device)
-
-    def draw(self) -> Tensor:
-        unit = self._rand(5)
-        away, turn = 0.3 * unit[:, 0].sqrt(), 2 * math.pi * unit[:, 1]
-        still = torch.zeros_like(away)
-        position = (away * turn.cos(), away * turn.sin(), self.ball + 0.1 * unit[:, 2])
-        velocity = (0.6 * unit[:, 3] - 0.3, 0.6 * unit[:, 4] - 0.3, still)
-        return torch.stack((still, still, still, *position, *velocity, still, still, still), 1)
-
-    def observe(self, state: Tensor) -> Tensor:
-        legs, position, velocity, spin = state.split(3, 1)
-        return torch.cat((legs / self.leg_range, position, velocity, spin * self.ball), 1)
-
-    def substep(self, state: Tensor, target: Tensor, dt: float) -> Tensor:
-        """Advance legs and ball by ``dt`` seconds: state [N, 12] (legs, position, velocity, spin), target [N, 3] in
-        metres."""
-        legs, position, velocity, spin = state.split(3, 1)
-        moved = target + (legs - target) * math.exp(-dt / self.lag)
-        height, slope = times(moved, self._plane).split((1, 2), 1)
-        rise, twist = times((moved - legs) / dt, self._plane).split((1, 2), 1)
-        flat = position[:, :2]
-        normal = torch.cat((-slope, torch.ones_like(height)), 1)
-        normal = normal / normal.norm(dim=1, keepdim=True)
-        above = (position[:, 2:] - height - (slope * flat).sum(1, keepdim=True)) * normal[:, 2:]
-        gap = above - self.ball
-        relative = velocity - (rise + (twist * flat).sum(1, keepdim=True)) * self._up
-        closing = (relative * normal).sum(1, keepdim=True)
-        press = (-self.stiffness * gap - self.damping * closing).clamp(min=0) * (gap < 0)
-        arm = -self.ball * normal  # from the ball's centre to the contact
-        slip = relative - closing * normal + torch.linalg.cross(spin, arm)
-        speed = slip.norm(dim=1, keepdim=True)
-        # Removing 2/7 of the slip makes a solid sphere roll, so friction is limited to that per step.
-        drag = torch.minimum(self.friction * press, 2 / 7 * speed / dt)
-        push = -drag * slip / (speed + 1e-9)
-        velocity = velocity + dt * (press * normal + push - self.gravity * self._up)
-        spin = spin + dt * torch.linalg.cross(arm, push) / (0.4 * self.ball**2)
-        return torch.cat((moved, position + dt * velocity, velocity, spin), 1)
-
-    def advance(self, state: Tensor, action: Tensor) -> Transition:
-        for _ in range(self.substeps):
-            state = self.substep(state, action * self.leg_range, self.dt / self.substeps)
-        position, velocity = state[:, 3:6], state[:, 6:9]
-        distance = (position - self.ball * self._up).norm(dim=1)
-        log = {"centred": 1 / (1 + distance / 0.1), "calm": 1 / (1 + velocity.norm(dim=1))}
-        fell = position[:, :2].norm(dim=1) > self.plate
-        return Transition(state, log["centred"] * log["calm"], fell, log)

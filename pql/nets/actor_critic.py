@@ -16,38 +16,9 @@ from pql.contract.env import ObsSpec
 from pql.nets.distributions import ActionDist, DiagGaussian
 from pql.nets.encoders import Encoder
 from pql.nets.layers import bfloat16
+from pql.nets.memory import Lstm
 from pql.nets.mlp import Layers, NetInput, Reads, groups_read, mlp
 from pql.types import Obs
-
-
-class Lstm(nn.Module):
-    """LSTM over observations [T, N, D], reset at the beginning of each episode."""
-
-    def __init__(self, size_in: int, hidden: int):
-        super().__init__()
-        self.hidden = hidden
-        self.cell = nn.LSTMCell(size_in, hidden)
-
-    def step(self, x: Tensor, carry: Tensor) -> Tensor:
-        """Advance ``carry`` [N, 2 H] by one input ``x`` [N, D]; the first half of the new carry is the output."""
-        hidden, cell = carry.chunk(2, -1)
-        return torch.cat(self.cell(x, (hidden, cell)), -1).float()
-
-    def unroll(self, x: Tensor, carry: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
-        """Run over the rows of a rollout.
-
-        Args:
-            x: [T, N, D].
-            carry: [N, 2 H] before row 0.
-            first: [T, N] bool; row t + 1 begins an episode (as ``Step.first``).
-        Returns:
-            The carry after each row, before the reset, [T, N, 2 H]; the carry at the start of row T, [N, 2 H].
-        """
-        after, keep = [], (~first).unsqueeze(-1).to(carry.dtype)
-        for t in range(x.shape[0]):
-            after.append(self.step(x[t], carry))
-            carry = after[-1] * keep[t]
-        return torch.stack(after), carry
 
 
 class Body(Reads):

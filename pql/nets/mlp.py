@@ -260,7 +260,31 @@ def groups_read(net: nn.Module) -> tuple[str, ...]:
     return tuple(getattr(net, "groups", ("policy",)))
 
 
-class DeterministicPolicy(Reads):
+class TanhPolicy(Reads):
+    """Base of policies whose actions without exploration, :meth:`mode`, are in [-1, 1].
+
+    With a memory as its encoder (``pql.nets.memory``) a policy reads rows to which the memory's output was added.
+    """
+
+    def mode(self, obs: Obs) -> Tensor:
+        """Return the action without exploration, [B, A]."""
+        raise NotImplementedError
+
+    @property
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Recurrent state of one environment: name -> shape; empty without a memory."""
+        return getattr(self.encoder, "state_shapes", {})
+
+    def mean_action(self, obs: Obs, state: Obs | None = None) -> Any:
+        """Return the action without exploration, [B, A] in [-1, 1]; with ``state``, before this observation, also the
+        next state."""
+        if state is None:
+            return self.mode(obs)
+        seen, carry = cast(Any, self.encoder).step(obs, state["carry"])
+        return self.mode(seen), {"carry": carry}
+
+
+class DeterministicPolicy(TanhPolicy):
     """Deterministic policy: obs [B, D] -> tanh(MLP(features)), [B, A] in [-1, 1]."""
 
     def __init__(self, source: NetInput, action_size: int, layers: Layers):
@@ -274,12 +298,11 @@ class DeterministicPolicy(Reads):
     def forward(self, obs: Obs) -> Tensor:
         return torch.tanh(self.before_tanh(obs))
 
-    def mean_action(self, obs: Obs) -> Tensor:
-        """Return the action without exploration, [B, A]."""
+    def mode(self, obs: Obs) -> Tensor:
         return self(obs)
 
 
-class GaussianPolicy(Reads):
+class GaussianPolicy(TanhPolicy):
     """Policy of SAC: obs [B, D] -> mean and log standard deviation of a Gaussian before its tanh, [B, A] each.
 
     Args:
@@ -304,8 +327,8 @@ class GaussianPolicy(Reads):
         low, high = self.log_std
         return mean, spread.clamp(low, high) if self.clip else low + 0.5 * (high - low) * (torch.tanh(spread) + 1)
 
-    def mean_action(self, obs: Obs) -> Tensor:
-        """Return tanh(mean), [B, A] in [-1, 1]."""
+    def mode(self, obs: Obs) -> Tensor:
+        """Return tanh(mean), [B, A]."""
         return torch.tanh(self(obs)[0])
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-from pql.nets.actor_critic import Lstm
 from pql.nets.layers import bfloat16
+from pql.nets.memory import Lstm
 from pql.nets.mlp import Layers, NetInput, NoisyLinear, Reads, mlp
 from pql.types import Obs
 

@@ -93,7 +93,7 @@ def test_an_update_follows_the_formulas_row_by_row(change):
         for t in range(batch.mask.shape[0]):
             if not batch.mask[t, b]:
                 continue
-            after, q = int(batch.successor[t, b]), ours[t][int(batch.action[t, b])]
+            after, q = int(batch.successor[t, b]), ours[t][int(batch.action[settings.burn_in + t, b])]
             # An episode ends after its successor: that is the filler row with the final observation.
             cuts += bool(batch.first[settings.burn_in + after, b]) and batch.discount[t, b] > 0
             best = ours[after] if settings.double else None
@@ -190,7 +190,7 @@ def test_the_learner_sees_the_values_that_the_actor_saw():
     top = values.topk(2, -1).values
     clear = (top[..., 0] - top[..., 1] > 1e-5) & acted
     assert clear.sum() > 200
-    assert torch.equal(values.argmax(-1)[clear], batch.action[clear])
+    assert torch.equal(values.argmax(-1)[clear], batch.action[: len(clear)][clear])
 
 
 def test_without_stored_states_sequences_begin_with_zeros_and_learn_otherwise():
@@ -375,7 +375,7 @@ def test_a_tasks_own_settings_are_the_same_at_every_scale_and_make_whole_ticks(t
         (["algo.noisy=0.5"], "algo.noisy=0.5: expected no such setting: algo=r2d2 does not read it; dqn would"),
         (
             ["algo=dqn", "algo.lstm=4"],
-            "algo.lstm=4: expected no such setting: algo=dqn does not read it; r2d2, ppo, impala would",
+            "algo.lstm=4: expected no such setting: algo=dqn does not read it; ddpg, sac, r2d2, ppo, impala would",
         ),
         (["placement.p_learner=cpu"], "placement.p_learner=cpu: expected null"),
         (["algo.schedule=replicas"], "concurrent or lockstep with algo=r2d2; only ppo can have replicas"),

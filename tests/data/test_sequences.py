@@ -78,7 +78,7 @@ class Remembering(Recorded):
 
     def check_row(self, seq, b, events, row, t, tally):
         want = n_step(events, row, self.n, GAMMA)
-        assert seq.action[t, b] == events[row].action or not events[row].valid
+        assert seq.action[self.burn + t, b] == events[row].action or not events[row].valid
         assert bool(seq.mask[t, b]) == want.mask
         if not want.mask:
             tally["lost" if want.lost else "dropped"] += 1

@@ -8,7 +8,8 @@ from conftest import NoNarrowProducts, never_waiting
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pql.contract.env import Box, Discrete
-from pql.envs.classic import BallBalance, Cartpole, CartpoleSwingup, Pendulum, TorchEnv
+from pql.envs.ball_balance import BallBalance
+from pql.envs.classic import Cartpole, CartpoleSwingup, Pendulum, TorchEnv
 from pql.envs.toy import LQR
 from pql.errors import ConfigError
 

@@ -18,7 +18,7 @@ from wrapped import Groups, N
 import pql
 from pql.contract.env import Box
 from pql.envs.adapters.gymnasium import GymnasiumVec
-from pql.envs.classic import BallBalance
+from pql.envs.ball_balance import BallBalance
 from pql.envs.toy import LQR, Counter
 from pql.errors import ConfigError
 

@@ -2,9 +2,11 @@
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pql.config.algorithms.base import COUNTABLE, AlgoConfig, ReplayAlgoConfig, check_support
+from pql.config.algorithms.rollouts import StochasticConfig
+from pql.config.algorithms.values import R2d2Config
 from pql.config.fields import group, like, setting
 from pql.config.groups import ExploreConfig, RndConfig, SymmetryConfig
 from pql.config.networks import (
@@ -21,13 +23,68 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ActorCriticConfig(ReplayAlgoConfig):
+class MemoryConfig:
+    """A memory before the policy's hidden layers, trained on sequences of a replay."""
+
+    lstm: int | None = like(
+        StochasticConfig,
+        "lstm",
+        doc="Units of a recurrent layer before the policy's hidden layers; null: none. With it updates draw sequences, "
+        "batch_size / length of them.",
+    )
+    cell: str = setting("lstm", "Kind of the recurrent layer.", choices=("lstm", "gru"), when="lstm", weights="policy")
+    length: int = like(R2d2Config, "length", 16, when="lstm")
+    burn_in: int = like(R2d2Config, "burn_in", 8, doc="Rows before those, which only warm up the states.", when="lstm")
+    period: int = like(
+        R2d2Config, "period", 8, doc="Rows between the starts of sequences; states are stored at these.", when="lstm"
+    )
+    stored_state: bool = like(
+        R2d2Config,
+        "stored_state",
+        doc="Start sequences from the stored state of the collector's policy; false: from zeros.",
+        when="lstm",
+    )
+
+    def check_memory(self, config: "Config") -> None:
+        """Raise ``ConfigError`` for settings that exclude a memory, or sequences that cannot be drawn."""
+        algo: Any = config.algo
+        if self.lstm is None:
+            return
+        if algo.policy.net is not None:
+            raise ConfigError("algo.policy.net", algo.policy.net, "null with algo.lstm: it has no memory here")
+        if algo.policy.encoder == "critic":
+            raise ConfigError("algo.policy.encoder", "critic", "own with algo.lstm")
+        for name in ("shift", "jitter"):
+            if getattr(algo.encoder, name) > 0:
+                allowed = "0 with algo.lstm: states are stored of images as they are"
+                raise ConfigError(f"algo.encoder.{name}", getattr(algo.encoder, name), allowed)
+        if self.period > self.length:
+            raise ConfigError("algo.period", self.period, f"at most algo.length={self.length}: no row is left out")
+        if algo.batch_size % self.length:
+            near = max(1, round(algo.batch_size / self.length)) * self.length
+            allowed = f"a multiple of algo.length={self.length}, such as {near}"
+            raise ConfigError("algo.batch_size", algo.batch_size, allowed)
+        rows = self.burn_in + self.length + algo.n_step
+        if algo.warmup_steps < rows:
+            allowed = f"at least {rows} with algo.lstm, the rows of a sequence"
+            raise ConfigError("algo.warmup_steps", algo.warmup_steps, allowed)
+
+
+@dataclass(frozen=True)
+class ActorCriticConfig(MemoryConfig, ReplayAlgoConfig):
     """An off-policy actor-critic with a V-learner and a P-learner, for continuous actions."""
 
     learners: ClassVar[tuple[str, ...]] = ("v", "p")
     discrete: ClassVar[bool | None] = False
     demonstrated: ClassVar[bool] = True
 
+    critic_memory: bool | None = setting(
+        None,
+        "Critics have a recurrent layer of their own, over observations and actions; null: unless they read groups "
+        "that the policy does not.",
+        when="lstm",
+        weights="critic",
+    )
     v_per_step: float = setting(
         8.0,
         "Critic updates per step of all environments (beta_a:v of the PQL paper is 1 : v_per_step).",
@@ -61,6 +118,14 @@ class ActorCriticConfig(ReplayAlgoConfig):
 
     def check(self, config: "Config") -> None:
         super().check(config)
+        self.check_memory(config)
+        if self.lstm is not None and self.symmetry.used:
+            raise ConfigError("algo.lstm", self.lstm, "null with algo.symmetry: reflected rows have no memory")
+        if self.lstm is not None and config.replay.demos is not None:
+            raise ConfigError("algo.lstm", self.lstm, "null with replay.demos: recorded rows have no memory")
+        if self.critic_memory and self.critic.net is not None:
+            allowed = f"false or null with the custom network algo.critic.net={self.critic.net}"
+            raise ConfigError("algo.critic_memory", True, allowed)
         check_support(self.critic)
         if self.critic.target == "projected" and (self.critic.atoms is None or self.critic.loss != "c51"):
             allowed = "min, which is the same without algo.critic.atoms and algo.critic.loss=c51"
