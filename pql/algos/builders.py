@@ -1,6 +1,7 @@
 """Parts that families build from a config and an environment: checks, the normaliser, the replay."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -16,13 +17,15 @@ from pql.data.frames import deepest, stored_spec
 from pql.data.normalize import Normalizer
 from pql.data.priority import least_rows
 from pql.data.replay import Cursor, Replay
-from pql.data.sequences import Sequences, Span, States
+from pql.data.sequences import RankedSequences, Sequences, Span, States
+from pql.data.sequences import Sequence as SequenceBatch
 from pql.data.sizes import ReplayLayout, preflight
 from pql.engine.placement import available_bytes
 from pql.engine.schedule import Counts
 from pql.engine.worker import Learner, State, Tensors, Update
 from pql.errors import ConfigError
 from pql.nets.encoders import groups_of
+from pql.nets.memory import CELLS
 
 
 def make_normalizer(setup: Setup) -> Normalizer:
@@ -48,9 +51,11 @@ def make_normalizer(setup: Setup) -> Normalizer:
 class ReplayDraw(Protocol):
     """Draws batches from a replay, with a worker's copies of cursor and normaliser."""
 
-    worker: ClassVar[str]
     cursor: Cursor
     norm: Normalizer
+
+    @property
+    def worker(self) -> str: ...
 
     def __call__(self, count: int, gen: Generator) -> Iterable[Any]: ...
 
@@ -123,19 +128,12 @@ def sequence_ring_rows(
     spec: EnvSpec,
     counts: Counts,
     device: torch.device,
-    carry_size: int,
     extra: Sequence[str] = (),
 ) -> int:
-    """Return the rows per environment of a replay with sequences, a whole number of periods.
-
-    Args:
-        carry_size: numbers of a stored state.
-        extra: as in :func:`ring_rows`.
-    Raises:
-        ConfigError: it is too small for a sequence, or does not fit into memory.
-    """
+    """As :func:`ring_rows`, for a replay with sequences: a whole number of periods, at least one of a sequence."""
     algo, period = config.algo, config.algo.period
-    states = ("state",) * -(-carry_size // period)  # stored states, as numbers per row
+    size = CELLS[getattr(algo, "cell", "lstm")].states * algo.lstm  # of a state
+    states = ("state",) * -(-size // period)  # stored states, as numbers per row
     rows = ring_rows(config, spec, counts, device, (*extra, *states)) // period * period
     guard = counts.horizon * spec.spread + deepest(spec.obs.values())
     least = max(algo.burn_in + algo.length + algo.n_step + period - 1, algo.warmup_steps) + guard
@@ -156,6 +154,26 @@ def make_sequences(config: Config[Any], states: States) -> Sequences:
     states.ring.constants(algo.n_step, algo.gamma)  # the copy to the device would stall the first tick
     span = Span(algo.burn_in, algo.length, algo.n_step)
     return Sequences(states, span, algo.gamma, algo.stored_state)
+
+
+@dataclass
+class SequenceDraw:
+    """Batches of normalised sequences for one worker, drawn uniformly or by priority."""
+
+    worker: str
+    batch_size: int
+    replay: Replay
+    cursor: Cursor
+    norm: Normalizer
+    sequences: Sequences | RankedSequences
+    mirror: ClassVar[None] = None
+
+    def __call__(self, count: int, gen: Generator) -> Iterator[SequenceBatch]:
+        """Yield ``count`` batches of B sequences."""
+        self.sequences.open(self.cursor, self.norm.reward_scale)
+        for _ in range(count):
+            batch = self.sequences.sample(self.cursor, self.batch_size, gen)
+            yield batch._replace(obs=self.norm(batch.obs), reward=batch.reward * self.norm.reward_scale)
 
 
 def make_ring(setup: Setup, worker: str, obs_only: bool = False, extra: Sequence[str] = ()) -> Replay:

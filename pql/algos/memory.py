@@ -8,23 +8,19 @@ Sources: Kapturowski et al. 2019 (R2D2: stored state, burn-in); Heess et al. 201
 (actor and critic with memories of their own).
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Generator, Tensor
 
 from pql.config import Config
-from pql.config.algorithms.actor_critics import MemoryConfig
+from pql.config.algorithms import ActorCriticConfig
 from pql.contract.env import Box, EnvSpec
-from pql.data.normalize import Normalizer
-from pql.data.replay import Cursor, Replay
-from pql.data.sequences import Sequence, Sequences
+from pql.data.sequences import Sequence
 from pql.engine.worker import Update
 from pql.errors import ConfigError
 from pql.nets.encoders import groups_of, make_input
-from pql.nets.memory import CELLS, RECALLED, CriticMemory, PolicyMemory, rows
+from pql.nets.memory import RECALLED, CriticMemory, PolicyMemory, rows
 from pql.nets.mlp import NetInput, Reads
 from pql.types import Batch, Metrics, Obs, ObsBatch
 
@@ -38,12 +34,6 @@ def make_memory_input(config: Config[Any], spec: EnvSpec, which: str) -> NetInpu
         return NetInput(source.group, algo.lstm, PolicyMemory(source, algo.cell, algo.lstm))
     memory = CriticMemory(source, algo.cell, algo.lstm, cast(Box, spec.action).size)
     return NetInput(source.group, source.size + algo.lstm, memory)
-
-
-def carry_size(algo: MemoryConfig) -> int:
-    """Return C, the numbers of a stored state."""
-    assert algo.lstm is not None
-    return CELLS[algo.cell].states * algo.lstm
 
 
 def critics_remember(config: Config[Any], spec: EnvSpec) -> bool:
@@ -63,33 +53,10 @@ def critics_remember(config: Config[Any], spec: EnvSpec) -> bool:
     return wanted
 
 
-@dataclass
-class SequenceDraw:
-    """Batches of normalised sequences, drawn uniformly, for the V- or the P-learner."""
-
-    worker: str
-    algo: Any
-    sequences: Sequences
-    cursor: Cursor
-    norm: Normalizer
-    mirror: ClassVar[None] = None
-
-    @property
-    def replay(self) -> Replay:
-        """Ring that it draws from."""
-        return self.sequences.ring
-
-    def __call__(self, count: int, gen: Generator) -> Iterator[Sequence]:
-        """Yield ``count`` batches of B sequences, whose L * B trained rows are a batch's."""
-        for _ in range(count):
-            drawn = self.sequences.sample(self.cursor, self.algo.batch_size // self.algo.length, gen)
-            yield drawn._replace(obs=self.norm(drawn.obs), reward=drawn.reward * self.norm.reward_scale)
-
-
 def values_on_sequences(update: Update[Any, Batch, Any]) -> Update[Any, Sequence, Any]:
     """Return a V-learner's ``update`` of sequences, which runs the memories over them first."""
 
-    def updated(state: Any, seq: Sequence, settings: MemoryConfig, gen: Generator) -> Metrics:
+    def updated(state: Any, seq: Sequence, settings: ActorCriticConfig, gen: Generator) -> Metrics:
         batch = transitions(seq, settings.burn_in, state.policy, state.critic.module, state.target.module)
         return {**update(state, batch, settings, gen), "replay/used": seq.mask.mean()}
 
@@ -99,7 +66,7 @@ def values_on_sequences(update: Update[Any, Batch, Any]) -> Update[Any, Sequence
 def policies_on_sequences(update: Update[Any, ObsBatch, Any]) -> Update[Any, Sequence, Any]:
     """Return a P-learner's ``update`` of sequences, which runs the memories over them first."""
 
-    def updated(state: Any, seq: Sequence, settings: MemoryConfig, gen: Generator) -> Metrics:
+    def updated(state: Any, seq: Sequence, settings: ActorCriticConfig, gen: Generator) -> Metrics:
         seq, obs = trained(seq, settings.burn_in)
         obs[RECALLED["policy"]] = recalled(state.policy.module, seq, settings.burn_in).flatten(0, 1)
         if remembers(state.critic):
@@ -114,10 +81,7 @@ def policies_on_sequences(update: Update[Any, ObsBatch, Any]) -> Update[Any, Seq
 def transitions(seq: Sequence, burn_in: int, policy: Reads, critic: Reads, target: Reads) -> Batch:
     """Return the trained rows of sequences as n-step transitions, [L B, ...], with what memories recall.
 
-    Args:
-        policy: chooses the next action.
-        critic: trained; gradients go back through time.
-        target: evaluates the next action.
+    ``policy`` chooses the next action, ``target`` evaluates it, and ``critic`` is trained.
     """
     size = seq.mask.shape[1]
     place = (seq.successor * size + torch.arange(size, device=seq.mask.device)).flatten()  # [L B]
@@ -153,8 +117,5 @@ def remembers(net: Any) -> bool:
 
 def recalled(net: Reads, seq: Sequence, burn_in: int) -> Tensor:
     """Return the outputs of a network's memory in the rows from ``burn_in`` on, [S - burn_in, B, H]."""
-    memory = net.encoder
     with net.precision(seq.obs):
-        if isinstance(memory, CriticMemory):
-            return memory.before(seq.obs, seq.action, seq.first, burn_in)
-        return cast(PolicyMemory, memory).after(seq.obs, seq.carry, seq.first, burn_in)
+        return cast(PolicyMemory, net.encoder).recall(seq.obs, seq.action, seq.first, seq.carry, burn_in)

@@ -14,6 +14,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from pql.algos.builders import (
+    SequenceDraw,
     check_continuous,
     check_obs,
     make_normalizer,
@@ -25,8 +26,6 @@ from pql.algos.builders import (
     stored_obs,
 )
 from pql.algos.memory import (
-    SequenceDraw,
-    carry_size,
     critics_remember,
     make_memory_input,
     policies_on_sequences,
@@ -122,7 +121,7 @@ def check_off_policy(config: Config[ActorCriticConfig], spec: EnvSpec, counts: C
     if config.algo.lstm is None:
         return ring_rows(config, spec, counts, device)
     critics_remember(config, spec)
-    return sequence_ring_rows(config, spec, counts, device, carry_size(config.algo))
+    return sequence_ring_rows(config, spec, counts, device)
 
 
 def check_images(config: Config[ActorCriticConfig], spec: EnvSpec) -> None:
@@ -151,20 +150,18 @@ def check_images(config: Config[ActorCriticConfig], spec: EnvSpec) -> None:
 
 
 def wire_off_policy(kind: OffPolicy[A], setup: Setup[A]) -> Wiring:
-    """Create networks, replay and workers. A P-learner on another device has a replay of its own, of observations only
-    unless it draws sequences."""
+    """Create networks, replay and workers. A P-learner on another device has its own replay."""
     config, spec, devices = setup.config, setup.spec, setup.devices
-    recurrent = config.algo.lstm is not None
     nets = seeded(lambda: (kind.policy(config, spec), make_critic(config, spec)), setup.init_seed)
     lend_encoder(nets[1], nets[0])  # copies of both begin with the same weights
     normalizer = make_normalizer(setup)
     replays = [make_ring(setup, "v")]
     if devices["p"] != devices["v"]:
-        replays.append(make_ring(setup, "p", obs_only=not recurrent))
+        replays.append(make_ring(setup, "p", obs_only=config.algo.lstm is None))
     demos = make_demos(setup, replays, normalizer)
     actor = make_noisy_actor(kind.act, config, spec, nets[0])
     # States are allocated before their ring: see States.
-    states = [States(ring, carry_size(config.algo), config.algo.period) for ring in replays] if recurrent else []
+    states = [States(ring, actor.before.shape[1], config.algo.period) for ring in replays if actor.before is not None]
     stores = [*states, *replays]
     collector = Collector(setup.env, actor, normalizer, stores, setup.generator("collector"), setup.execution)
     drawn = [Drawn(*parts) for parts in zip(replays, demos, states or repeat(None), strict=False)]
@@ -196,16 +193,18 @@ class Drawn:
         """Return a worker's draws of rows, or of sequences if there are states."""
         if self.states is None:
             return kind(*self.parts(setup, norm))
-        device, sequences = self.replay.device, make_sequences(setup.config, self.states)
-        cursor = Cursor(self.replay.num_envs, device)
-        return SequenceDraw(kind.worker, setup.config.algo, sequences, cursor, norm.copy_to(device))
+        ring, algo = self.replay, setup.config.algo
+        own, sequences = self.own(norm), make_sequences(setup.config, self.states)
+        return SequenceDraw(kind.worker, algo.batch_size // algo.length, ring, *own, sequences)
+
+    def own(self, norm: Normalizer) -> tuple[Cursor, Normalizer]:
+        """Return a worker's copies of cursor and normaliser."""
+        return Cursor(self.replay.num_envs, self.replay.device), norm.copy_to(self.replay.device)
 
     def parts(self, setup: Setup[A], norm: Normalizer) -> tuple[Any, ...]:
         """Return the parts of a :class:`PolicyDraw`."""
-        device, ring = self.replay.device, self.replay
-        own = Cursor(ring.num_envs, device), norm.copy_to(device)
-        mirror = make_mirror(setup.config, setup.spec, device)
-        return setup.config.algo, ring, *own, make_augment(setup), mirror, self.demos
+        mirror = make_mirror(setup.config, setup.spec, self.replay.device)
+        return setup.config.algo, self.replay, *self.own(norm), make_augment(setup), mirror, self.demos
 
 
 def make_demos(setup: Setup[A], replays: Sequence[Replay], norm: Normalizer) -> Sequence[Demos | None]:

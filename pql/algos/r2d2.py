@@ -5,16 +5,23 @@ from Pohlen et al. 2018 (Observe and Look Further), Proposition A.2.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Generator, Tensor
 
-from pql.algos.builders import make_normalizer, make_ring, make_sequences, replay_learner, sequence_ring_rows
+from pql.algos.builders import (
+    SequenceDraw,
+    make_normalizer,
+    make_ring,
+    make_sequences,
+    replay_learner,
+    sequence_ring_rows,
+)
 from pql.algos.dqn import huber, value_step
 from pql.algos.registry import Family, Setup, Wiring
 from pql.algos.value import (
@@ -106,7 +113,7 @@ def check_r2d2(config: Config[R2d2Config], spec: EnvSpec, counts: Counts, device
     config = showing(config)
     check_acting(config, spec)
     target_updates(config, counts)
-    return sequence_ring_rows(config, spec, counts, device, 2 * config.algo.lstm, stored_columns(config))
+    return sequence_ring_rows(config, spec, counts, device, stored_columns(config))
 
 
 def showing(config: Config[R2d2Config]) -> Config[R2d2Config]:
@@ -145,26 +152,9 @@ def sequence_learner(
     ranked = RankedSequences(sequences, make_rule(wanted, ring, counts, algo.huber), algo.eta, target)
     every = target_updates(config, counts)
     state = ValueState(flat, old, make_optimizer(config, flat), Clock(device), every, ranked)
-    draw = SequenceDraw(algo.batch_size, Cursor(ring.num_envs, device), norm.copy_to(device), ranked)
+    cursor = Cursor(ring.num_envs, device)
+    draw = SequenceDraw("v", algo.batch_size, ring, cursor, norm.copy_to(device), ranked)
     return replay_learner(setup, state, kind.update, draw, {}, {"policy": [flat.data]})
-
-
-@dataclass
-class SequenceDraw:
-    """Batches of normalised sequences for the V-learner, drawn by priority."""
-
-    worker: ClassVar[str] = "v"
-    batch_size: int
-    cursor: Cursor
-    norm: Normalizer
-    ranked: RankedSequences
-
-    def __call__(self, count: int, gen: Generator) -> Iterator[Sequence]:
-        """Yield ``count`` batches of B sequences."""
-        self.ranked.open(self.cursor, self.norm.reward_scale)
-        for _ in range(count):
-            batch = self.ranked.sample(self.cursor, self.batch_size, gen)
-            yield batch._replace(obs=self.norm(batch.obs), reward=batch.reward * self.norm.reward_scale)
 
 
 def make_recurrent_q_network(config: Config[R2d2Config], spec: EnvSpec) -> RecurrentQNetwork:

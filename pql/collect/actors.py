@@ -29,12 +29,14 @@ class Actor:
         policy: the collector's copy of the policy, into which new weights are pulled.
         action: [N, A] float32, [N] or [N, K] int64: the simulator's input, at a fixed address.
         memory: state of a recurrent policy; None: it has none.
+        before: [N, C] its carry before the last action, if rows are stored with it.
         squashed: last output of a tanh policy before exploration noise, [N, A]; None for other policies.
     """
 
     policy: nn.Module
     action: Tensor
     memory: Memory | None = None
+    before: Tensor | None = None
     squashed: Tensor | None = None
 
     def act(self, obs: Obs, gen: Generator) -> None:
@@ -62,11 +64,13 @@ class Actor:
         part = copy.copy(self)
         part.action = self.action[columns]
         part.memory = None if self.memory is None else Memory(*(t[columns] for t in self.memory))
+        part.before = None if self.before is None else self.before[columns]
         return part
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the tensors to save; they are restored in place."""
-        return {} if self.memory is None else self.memory._asdict()
+        memory = {} if self.memory is None else self.memory._asdict()
+        return memory if self.before is None else {**memory, "before": self.before}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         for name, tensor in self.state_dict().items():
@@ -116,6 +120,7 @@ class RememberingActor(NoisyActor):
     """
 
     memory: Memory
+    before: Tensor
 
     def __init__(self, policy: nn.Module, act: ActFunction, explore: Exploration, spec: EnvSpec):
         super().__init__(policy, act, explore, spec)
@@ -130,14 +135,6 @@ class RememberingActor(NoisyActor):
 
     def record(self, device: torch.device) -> Acted:
         return Acted(self.action.to(device), {"carry": self.before.to(device)})
-
-    def part(self, columns: slice) -> Self:
-        part = super().part(columns)
-        part.before = self.before[columns]
-        return part
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {**super().state_dict(), "before": self.before}
 
 
 def action_buffer(spec: EnvSpec) -> Tensor:
@@ -195,6 +192,7 @@ class RecurrentActor(EpsilonActor):
     """
 
     memory: Memory
+    before: Tensor
 
     def __init__(self, policy: RecurrentQNetwork, epsilon: Epsilon, spec: EnvSpec, store_values: bool = False):
         super().__init__(policy, epsilon, spec, store_values)
@@ -212,14 +210,6 @@ class RecurrentActor(EpsilonActor):
     def record(self, device: torch.device) -> Acted:
         stored = {**self.stored, "carry": self.before}
         return Acted(self.action.to(device), {k: v.to(device) for k, v in stored.items()})
-
-    def part(self, columns: slice) -> Self:
-        part = super().part(columns)
-        part.before = self.before[columns]
-        return part
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {**super().state_dict(), "before": self.before}
 
 
 class StochasticActor(Actor):

@@ -132,6 +132,9 @@ class Sequences:
         usable = (row >= 0) & (row >= head - ring.reach) & (row + self.size <= head)
         return row.flatten(), usable.flatten()
 
+    def open(self, cursor: Cursor, reward_scale: Tensor) -> None:
+        """Begin a tick, as :meth:`RankedSequences.open`: nothing."""
+
     def sample(self, cursor: Cursor, batch: int, gen: Generator) -> Sequence:
         """Draw ``batch`` sequences uniformly among those that may be read; if there are none, masks are 0."""
         ring, period = self.ring, self.states.period

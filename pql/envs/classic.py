@@ -230,21 +230,13 @@ class Pendulum(Drawn, TorchEnv):
         velocity: bool = True,
     ):
         super().__init__(num_envs, device, max_episode_steps, stagger)
-        self.spec, self.velocity = self.describe(num_envs, device, max_episode_steps, stagger, velocity), velocity
+        self.spec = self.describe(num_envs, device, max_episode_steps, stagger, velocity=velocity)
+        self.velocity = velocity
 
     @classmethod
-    def describe(
-        cls,
-        num_envs: int = 64,
-        device: str | torch.device = "cpu",
-        max_episode_steps: int | None = None,
-        stagger: bool = False,
-        velocity: bool = True,
-    ) -> EnvSpec:
+    def describe(cls, *args: Any, velocity: bool = True, **kwargs: Any) -> EnvSpec:
         """Return the ``EnvSpec`` of an environment with these arguments."""
-        spec = super().describe(num_envs, device, max_episode_steps, stagger)
-        if not isinstance(velocity, bool):
-            raise ConfigError("velocity", velocity, "true or false")
+        spec = super().describe(*args, **kwargs)
         return spec if velocity else replace(spec, obs={"policy": ObsSpec((2,)), "critic": ObsSpec((3,))})
 
     def draw(self) -> Tensor:

@@ -5,7 +5,6 @@ state), zeros at the beginning of an episode. A memory takes the place of a netw
 observation group of its own, computed over a sequence; the network then reads the sequence's rows like others.
 """
 
-from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -103,36 +102,37 @@ class PolicyMemory(nn.Module):
         carry = self.cell.step(self.seen(obs), carry)
         return {**obs, RECALLED["policy"]: carry[..., : self.cell.hidden]}, carry
 
-    def after(self, obs: Obs, carry: Tensor, first: Tensor, burn_in: int) -> Tensor:
-        """Return the outputs of the rows from ``burn_in`` on, [T - burn_in, B, H].
+    def recall(self, obs: Obs, action: Tensor, first: Tensor, carry: Tensor, burn_in: int) -> Tensor:
+        """Return the outputs in the rows from ``burn_in`` on, [T - burn_in, B, H].
 
         Args:
             obs: [T, B, ...].
-            carry: [B, C] before row 0.
+            action: [T, B, A].
             first: [T, B] bool; row t + 1 begins an episode.
+            carry: [B, C] before row 0.
             burn_in: rows that only refresh the carry, without gradients.
         """
-        carries = self._unroll(lambda part: self.seen(rows(obs, part)), carry, first, burn_in)[0]
-        return carries[..., : self.cell.hidden]
-
-    def _unroll(
-        self, inputs: Callable[[slice], Tensor], carry: Tensor, first: Tensor, burn_in: int
-    ) -> tuple[Tensor, Tensor]:
-        """Return the carry after each row from ``burn_in`` on, [T - burn_in, B, C], and before the first one [B, C]."""
         if burn_in:
             with torch.no_grad():
-                carry = self.cell.unroll(inputs(slice(burn_in)), carry, first[:burn_in])[1]
-        return self.cell.unroll(inputs(slice(burn_in, None)), carry, first[burn_in:])[0], carry
+                inputs = self.inputs(rows(obs, slice(burn_in)), action[:burn_in])
+                carry = self.cell.unroll(inputs, carry, first[:burn_in])[1]
+        obs, action, first = rows(obs, slice(burn_in, None)), action[burn_in:], first[burn_in:]
+        after, _ = self.cell.unroll(self.inputs(obs, action), carry, first)
+        return self.shown(after, carry, first)[..., : self.cell.hidden]
+
+    def inputs(self, obs: Obs, action: Tensor) -> Tensor:
+        """Return the layer's input, [T, B, D], at observations [T, B, ...] and actions [T, B, A]."""
+        return self.seen(obs)
+
+    def shown(self, after: Tensor, start: Tensor, first: Tensor) -> Tensor:
+        """Return the carries that rows show, [T, B, C]: those ``after`` each. ``start``: before row 0, [B, C]."""
+        return after
 
 
 class CriticMemory(PolicyMemory):
     """Memory of critics: a recurrent layer over the rows (observation, action) before the current one.
 
-    The critics' input are the current observation's features and the layer's output, [..., D + H]. Sequences begin with
-    a carry of zeros, because collectors have no critics.
-
-    Args:
-        action_size: A.
+    The critics' input are the current observation's features and the layer's output, [..., D + H].
     """
 
     def __init__(self, source: NetInput, kind: str, size: int, action_size: int):
@@ -143,21 +143,16 @@ class CriticMemory(PolicyMemory):
         """Return features and the output computed before, [..., D + H]."""
         return torch.cat((self.seen(obs), obs[RECALLED["critic"]]), -1)
 
-    def before(self, obs: Obs, action: Tensor, first: Tensor, burn_in: int) -> Tensor:
-        """Return the outputs for the rows from ``burn_in`` on, [T - burn_in, B, H].
+    def recall(self, obs: Obs, action: Tensor, first: Tensor, carry: Tensor, burn_in: int) -> Tensor:
+        """As a policy's, from a carry of zeros, because collectors have no critics: [T - burn_in, B, H]."""
+        zeros = carry.new_zeros(len(carry), self.cell.carry_size)
+        return super().recall(obs, action, first, zeros, burn_in)
 
-        Args:
-            obs, first, burn_in: as in :meth:`after`.
-            action: [T, B, A].
-        """
+    def inputs(self, obs: Obs, action: Tensor) -> Tensor:
+        return torch.cat((self.seen(obs), action), -1)
 
-        def inputs(part: slice) -> Tensor:
-            return torch.cat((self.seen(rows(obs, part)), action[part]), -1)
-
-        zeros = torch.zeros(action.shape[1], self.cell.carry_size, device=action.device)
-        after, start = self._unroll(inputs, zeros, first, burn_in)
-        kept = after[:-1] * (~first[burn_in:-1]).unsqueeze(-1)
-        return torch.cat((start.unsqueeze(0), kept))[..., : self.cell.hidden]
+    def shown(self, after: Tensor, start: Tensor, first: Tensor) -> Tensor:
+        return torch.cat((start.unsqueeze(0), after[:-1] * ~first[:-1].unsqueeze(-1)))
 
 
 def rows(obs: Obs, part: slice) -> Obs:

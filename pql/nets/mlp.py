@@ -261,10 +261,7 @@ def groups_read(net: nn.Module) -> tuple[str, ...]:
 
 
 class TanhPolicy(Reads):
-    """Base of policies whose actions without exploration, :meth:`mode`, are in [-1, 1].
-
-    With a memory as its encoder (``pql.nets.memory``) a policy reads rows to which the memory's output was added.
-    """
+    """Base of policies with actions in [-1, 1]. Its encoder may be a memory (``pql.nets.memory``)."""
 
     def mode(self, obs: Obs) -> Tensor:
         """Return the action without exploration, [B, A]."""

@@ -158,6 +158,29 @@ def test_a_writer_that_runs_ahead_changes_nothing_that_may_be_read():
         ring.seal()
 
 
+@pytest.mark.parametrize("unequal", [False, True])
+def test_draws_without_priorities_are_uniform_over_all_that_may_be_drawn(unequal):
+    gen, checked = torch.Generator().manual_seed(0), 0
+    for ring, _, rng in history("truncations", 3, False, unequal):
+        allowed = ring.allowed()
+        if allowed and rng.random() < 0.7:
+            continue
+        ring.sequences.read = lambda cursor, start, column, whole=ring.sequences.read: whole(
+            cursor, start, column
+        )._replace(index=torch.stack((start, column), 1))
+        seq = ring.sequences.sample(ring.cursor, 4000, gen)
+        del ring.sequences.read
+        if not allowed:
+            assert not seq.mask.any()
+            assert not seq.followed.any()
+            continue
+        drawn, counts = seq.index.unique(dim=0, return_counts=True)
+        assert {*map(tuple, drawn.tolist())} == allowed
+        assert (counts - 4000 / len(allowed)).abs().max() < 5 * (4000 / len(allowed)) ** 0.5
+        checked += len(allowed)
+    assert checked > 50
+
+
 # -- priorities -------------------------------------------------------------------------------------------------------
 
 

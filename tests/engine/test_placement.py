@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import bits, differences, go_on, small_config, start
+from families import MEMORY
 
 from pql.contract.env import ObsSpec
 from pql.data.sizes import ReplayLayout, preflight
@@ -27,7 +28,10 @@ def test_idle_threads_of_torch_leave_the_cores_to_the_simulator(given: dict[str,
     assert said.stdout.split() == [str(found), "False"]
 
 
-@pytest.mark.parametrize("algo", [{}, {"family": "sac", "explore": {"kind": "none"}}], ids=["ddpg", "sac"])
+SAC = {"family": "sac", "explore": {"kind": "none"}}
+
+
+@pytest.mark.parametrize("algo", [{}, SAC, {**SAC, **MEMORY}], ids=["ddpg", "sac", "sac, lstm"])
 def test_a_p_learner_on_another_device_learns_the_same(algo, monkeypatch):
     """On the same processor under another name: its replay of observations gives the bits of the shared replay."""
     config = small_config(algo=algo)
@@ -35,8 +39,8 @@ def test_a_p_learner_on_another_device_learns_the_same(algo, monkeypatch):
     places = {"v": torch.device("cpu"), "p": torch.device("cpu:0"), "collector": torch.device("cpu")}
     monkeypatch.setattr("pql.run.build.machine_of", lambda config: replace(machine_of(config), devices=places))
     parts = go_on(start(config, Inline()), 6)
-    rings = parts.collector.stores
-    assert [ring.obs_only for ring in rings] == [False, True]
+    rings = parts.collector.replays
+    assert [ring.obs_only for ring in rings] == [False, "lstm" not in algo]
     assert parts.learners["p"].draw.replay is rings[1]
     apart = bits(parts)
     shared = {k: v for k, v in reference.items() if k in apart}

@@ -2,7 +2,8 @@
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from operator import attrgetter
+from typing import TYPE_CHECKING, ClassVar
 
 from pql.config.algorithms.base import COUNTABLE, AlgoConfig, ReplayAlgoConfig, check_support
 from pql.config.algorithms.rollouts import StochasticConfig
@@ -16,74 +17,53 @@ from pql.config.networks import (
     DeterministicPolicyConfig,
     GaussianPolicyConfig,
 )
-from pql.errors import ConfigError
+from pql.errors import ConfigError, show
 
 if TYPE_CHECKING:
     from pql.config.schema import Config
 
 
-@dataclass(frozen=True)
-class MemoryConfig:
-    """A memory before the policy's hidden layers, trained on sequences of a replay."""
-
-    lstm: int | None = like(
-        StochasticConfig,
-        "lstm",
-        doc="Units of a recurrent layer before the policy's hidden layers; null: none. With it updates draw sequences, "
-        "batch_size / length of them.",
-    )
-    cell: str = setting("lstm", "Kind of the recurrent layer.", choices=("lstm", "gru"), when="lstm", weights="policy")
-    length: int = like(R2d2Config, "length", 16, when="lstm")
-    burn_in: int = like(R2d2Config, "burn_in", 8, doc="Rows before those, which only warm up the states.", when="lstm")
-    period: int = like(
-        R2d2Config, "period", 8, doc="Rows between the starts of sequences; states are stored at these.", when="lstm"
-    )
-    stored_state: bool = like(
-        R2d2Config,
-        "stored_state",
-        doc="Start sequences from the stored state of the collector's policy; false: from zeros.",
-        when="lstm",
-    )
-
-    def check_memory(self, config: "Config") -> None:
-        """Raise ``ConfigError`` for settings that exclude a memory, or sequences that cannot be drawn."""
-        algo: Any = config.algo
-        if self.lstm is None:
-            return
-        if algo.policy.net is not None:
-            raise ConfigError("algo.policy.net", algo.policy.net, "null with algo.lstm: it has no memory here")
-        if algo.policy.encoder == "critic":
-            raise ConfigError("algo.policy.encoder", "critic", "own with algo.lstm")
-        for name in ("shift", "jitter"):
-            if getattr(algo.encoder, name) > 0:
-                allowed = "0 with algo.lstm: states are stored of images as they are"
-                raise ConfigError(f"algo.encoder.{name}", getattr(algo.encoder, name), allowed)
-        if self.period > self.length:
-            raise ConfigError("algo.period", self.period, f"at most algo.length={self.length}: no row is left out")
-        if algo.batch_size % self.length:
-            near = max(1, round(algo.batch_size / self.length)) * self.length
-            allowed = f"a multiple of algo.length={self.length}, such as {near}"
-            raise ConfigError("algo.batch_size", algo.batch_size, allowed)
-        rows = self.burn_in + self.length + algo.n_step
-        if algo.warmup_steps < rows:
-            allowed = f"at least {rows} with algo.lstm, the rows of a sequence"
-            raise ConfigError("algo.warmup_steps", algo.warmup_steps, allowed)
+WITHOUT_MEMORY = {
+    "algo.policy.net": None,
+    "algo.policy.encoder": "own",
+    "algo.encoder.shift": 0,  # states are stored of images as they are
+    "algo.encoder.jitter": 0,
+    "algo.symmetry.augment": "off",  # reflected rows have no states
+    "algo.symmetry.mirror_coef": 0,
+    "replay.demos": None,  # nor have recorded ones
+}
+"""The only values of settings that a memory allows."""
 
 
 @dataclass(frozen=True)
-class ActorCriticConfig(MemoryConfig, ReplayAlgoConfig):
+class ActorCriticConfig(ReplayAlgoConfig):
     """An off-policy actor-critic with a V-learner and a P-learner, for continuous actions."""
 
     learners: ClassVar[tuple[str, ...]] = ("v", "p")
     discrete: ClassVar[bool | None] = False
     demonstrated: ClassVar[bool] = True
 
+    lstm: int | None = like(
+        StochasticConfig,
+        "lstm",
+        doc="Units of a recurrent layer before the policy's hidden layers; null: none. Updates are on sequences then, "
+        "batch_size / length of them.",
+    )
+    cell: str = setting("lstm", "Kind of that layer.", choices=("lstm", "gru"), when="lstm", weights="policy")
     critic_memory: bool | None = setting(
         None,
         "Critics have a recurrent layer of their own, over observations and actions; null: unless they read groups "
         "that the policy does not.",
         when="lstm",
         weights="critic",
+    )
+    length: int = like(R2d2Config, "length", 16, when="lstm")
+    burn_in: int = like(R2d2Config, "burn_in", 8, doc="Rows before those, which only warm up the states.", when="lstm")
+    period: int = like(
+        R2d2Config, "period", 8, doc="Rows between the starts of sequences; states are stored at these.", when="lstm"
+    )
+    stored_state: bool = like(
+        R2d2Config, "stored_state", doc="Policies begin sequences with the collector's state, not zeros.", when="lstm"
     )
     v_per_step: float = setting(
         8.0,
@@ -118,11 +98,8 @@ class ActorCriticConfig(MemoryConfig, ReplayAlgoConfig):
 
     def check(self, config: "Config") -> None:
         super().check(config)
-        self.check_memory(config)
-        if self.lstm is not None and self.symmetry.used:
-            raise ConfigError("algo.lstm", self.lstm, "null with algo.symmetry: reflected rows have no memory")
-        if self.lstm is not None and config.replay.demos is not None:
-            raise ConfigError("algo.lstm", self.lstm, "null with replay.demos: recorded rows have no memory")
+        if self.lstm is not None:
+            self._check_memory(config)
         if self.critic_memory and self.critic.net is not None:
             allowed = f"false or null with the custom network algo.critic.net={self.critic.net}"
             raise ConfigError("algo.critic_memory", True, allowed)
@@ -146,6 +123,20 @@ class ActorCriticConfig(MemoryConfig, ReplayAlgoConfig):
             raise ConfigError("algo.critic.subset", self.critic.subset, allowed)
         if self.explore.kind in ("mixed", "redrawn", "scaled") and self.explore.low > self.explore.high:
             raise ConfigError("algo.explore.low", self.explore.low, f"at most algo.explore.high={self.explore.high:g}")
+
+    def _check_memory(self, config: "Config") -> None:
+        for name, value in WITHOUT_MEMORY.items():
+            if (have := attrgetter(name)(config)) != value:
+                raise ConfigError(name, have, f"{show(value)} with algo.lstm")
+        if self.period > self.length:
+            raise ConfigError("algo.period", self.period, f"at most algo.length={self.length}: no row is left out")
+        if self.batch_size % self.length:
+            near = max(1, round(self.batch_size / self.length)) * self.length
+            allowed = f"a multiple of algo.length={self.length}, such as {near}"
+            raise ConfigError("algo.batch_size", self.batch_size, allowed)
+        if self.warmup_steps < (rows := self.burn_in + self.length + self.n_step):
+            allowed = f"at least {rows} with algo.lstm, the rows of a sequence"
+            raise ConfigError("algo.warmup_steps", self.warmup_steps, allowed)
 
 
 @dataclass(frozen=True)
