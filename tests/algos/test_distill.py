@@ -5,6 +5,7 @@ import types
 import pytest
 import torch
 from conftest import bits, differences, go_on, start, ticks
+from sampling import sample
 
 import pql
 from pql.cli.main import main
@@ -12,17 +13,17 @@ from pql.config.compose import compose
 from pql.contract.env import Box, EnvSpec, ObsSpec
 from pql.errors import ConfigError
 from pql.run import build
-from pql.run.policy import fresh_policy
+from pql.run.policy import fresh_policy, snapshot
 from pql.types import Step
 
 
 class Mass:
-    """A mass on a line, pushed by the action; ``policy`` is its position and velocity, ``past`` its last 8 positions,
-    ``picture`` its position as a bright column of an image. It begins at rest; 50 steps."""
+    """A mass on a line, pushed by the action; ``policy`` is its position and velocity, ``place`` its position, ``past``
+    the last 8 positions, ``picture`` its position as a bright column of an image. It begins at rest; 50 steps."""
 
     def __init__(self, num_envs, device):
         groups = {"policy": ObsSpec((2,)), "picture": ObsSpec((1, 16, 16), torch.uint8)}
-        groups["past"] = ObsSpec((8,), stack=8, fill="first")
+        groups |= {"past": ObsSpec((8,), stack=8, fill="first"), "place": ObsSpec((1,))}
         self.spec = EnvSpec("mass", num_envs, groups, Box(1), device, 50)
         self.gen = torch.Generator()
 
@@ -37,7 +38,8 @@ class Mass:
     def obs(self):
         picture = torch.zeros(len(self.x), 1, 16, 16, dtype=torch.uint8)
         picture[torch.arange(len(self.x)), :, :, ((self.x.clamp(-2, 2) + 2) * 3.75).long()] = 255
-        return {"policy": torch.stack((self.x, self.v), 1), "past": self.past.clone(), "picture": picture}
+        state, place = torch.stack((self.x, self.v), 1), self.x[:, None].clone()
+        return {"policy": state, "place": place, "past": self.past.clone(), "picture": picture}
 
     def step(self, action):
         self.v = 0.95 * self.v + 0.1 * action[:, 0]
@@ -114,21 +116,66 @@ def test_a_student_without_velocity_does_not(stub):
     parts.close_envs()
 
 
-def test_the_loss_is_that_of_the_labels_and_a_resumed_run_is_the_same(stub):
-    parts, again = (ticks(start(config("algo.loss=huber")), 1) for _ in range(2))
+RECURRENT = ["algo.policy.obs=[place]", "algo.lstm=32", "algo.warmup_steps=32", "algo.policy.hidden=[64,64]"]
+
+
+def acting_errors(parts):
+    """Root mean squared error of the student while it acts, from the third step of its episodes on."""
+    env, found = Mass(64, torch.device("cpu")), []
+    policy = fresh_policy(parts.config, env.spec, "cpu")
+    policy.load_state_dict(snapshot(parts))
+    obs, state = env.reset(3), {k: torch.zeros(64, *shape) for k, shape in policy.state_shapes.items()}
+    for _ in range(49):
+        with torch.no_grad():
+            action, state = policy.act({k: obs[k] for k in policy.groups}, state)
+        found.append((action - wanted(obs)).square().mean())
+        obs = env.step(action).obs
+    return float(torch.stack(found[2:]).mean().sqrt())
+
+
+@pytest.mark.parametrize("cell", sample(["lstm", "gru"], keep=["gru"]))
+def test_a_student_with_a_memory_recovers_the_velocity(stub, cell):
+    parts = start(config(*RECURRENT, f"algo.cell={cell}", "algo.lr_schedule=linear", "algo.lr_updates=1200"))
+    before = acting_errors(ticks(parts, 1))
+    go_on(parts, 600)
+    assert before > 0.4
+    assert acting_errors(parts) < 0.05
+    parts.close_envs()
+
+
+def test_a_lesson_of_sequences_has_the_teachers_actions(stub):
+    parts = ticks(start(config(*RECURRENT, "algo.normalize_obs=false")), 40)
+    (lesson,) = parts.learners["v"].draw(1, torch.Generator().manual_seed(3))
+    rows, used = slice(8, 24), lesson.seq.mask.flatten() > 0
+    state = lesson.seq.obs["policy"][rows].flatten(0, 1)
+    assert used.sum() > 64
+    torch.testing.assert_close(lesson.action[used], wanted({"policy": state})[used])
+    parts.close_envs()
+
+
+@pytest.mark.parametrize("words", [[], RECURRENT], ids=["no memory", "memory"])
+def test_a_resumed_run_is_the_same(stub, words):
+    before = 40 if words else 5
+    parts, again = (start(config(*words)) for _ in range(2))
+    go_on(parts, before)
+    ticks(again, 1)
+    again.load_state_dict(parts.state_dict(), ticks=before)
+    for one in (parts, again):
+        go_on(one, 5)
+    assert differences(bits(parts), bits(again)) == []
+    parts.close_envs()
+    again.close_envs()
+
+
+def test_the_loss_is_that_of_the_labels(stub):
+    parts = ticks(start(config("algo.loss=huber")), 1)
     (batch,) = parts.learners["v"].draw(1, torch.Generator().manual_seed(3))
     apart = batch.action - parts.policy.module.mean_action(batch.obs)
     loss = (0.5 * apart.square().squeeze(1) * batch.mask).sum() / batch.mask.sum()
     learner = parts.learners["v"]
     metrics = learner.update(learner.state, batch, learner.settings, torch.Generator())
     torch.testing.assert_close(metrics["loss/policy"], loss.detach())
-    ticks(parts, 4)
-    again.load_state_dict(parts.state_dict(), ticks=5)
-    for one in (parts, again):
-        go_on(one, 3)
-    assert differences(bits(parts), bits(again)) == []
     parts.close_envs()
-    again.close_envs()
 
 
 def test_a_run_is_the_teacher_and_the_student_begins_another_run(tmp_path, monkeypatch):

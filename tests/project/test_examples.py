@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 import pql
@@ -229,6 +230,16 @@ def test_demonstrations_are_good_and_fill_the_replay():
     assert torch.equal(columns["next_obs.policy"][:-1][inner], columns["obs.policy"][1:][inner])
     assert columns["truncated"].sum() == 64
     assert run.env_steps == 2048
+
+
+def test_a_student_with_a_memory_continues_by_reward():
+    small = ["device=cpu", "algo.batch_size=32", "algo.policy.hidden=[16,16]", "eval.num_envs=4", "algo.length=8"]
+    runs = example("student")["main"](*small, env_steps=4096)
+    teacher, student, tuned = (yaml.safe_load((Path(run.run_dir) / "config.yaml").read_text()) for run in runs)
+    assert [run.env_steps for run in runs] == [4096] * 3
+    assert student["algo"]["teacher"] == runs[0].run_dir
+    assert tuned["init_from"] == runs[1].run_dir
+    assert (student["algo"]["lstm"], tuned["algo"]["lstm"], teacher["algo"]["lstm"]) == (32, 32, None)
 
 
 def test_the_page_of_an_evaluation(no_pictures):

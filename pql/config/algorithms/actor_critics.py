@@ -2,8 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from operator import attrgetter
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pql.config.algorithms.base import COUNTABLE, AlgoConfig, ReplayAlgoConfig, check_support
 from pql.config.algorithms.rollouts import StochasticConfig
@@ -36,12 +35,8 @@ WITHOUT_MEMORY = {
 
 
 @dataclass(frozen=True)
-class ActorCriticConfig(ReplayAlgoConfig):
-    """An off-policy actor-critic with a V-learner and a P-learner, for continuous actions."""
-
-    learners: ClassVar[tuple[str, ...]] = ("v", "p")
-    discrete: ClassVar[bool | None] = False
-    demonstrated: ClassVar[bool] = True
+class SequenceConfig(ReplayAlgoConfig):
+    """An off-policy algorithm for continuous actions whose policy may have a memory; updates are on sequences then."""
 
     lstm: int | None = like(
         StochasticConfig,
@@ -50,13 +45,6 @@ class ActorCriticConfig(ReplayAlgoConfig):
         "batch_size / length of them.",
     )
     cell: str = setting("lstm", "Kind of that layer.", choices=("lstm", "gru"), when="lstm", weights="policy")
-    critic_memory: bool | None = setting(
-        None,
-        "Critics have a recurrent layer of their own, over observations and actions; null: unless they read groups "
-        "that the policy does not.",
-        when="lstm",
-        weights="critic",
-    )
     length: int = like(R2d2Config, "length", 16, when="lstm")
     burn_in: int = like(R2d2Config, "burn_in", 8, doc="Rows before those, which only warm up the states.", when="lstm")
     period: int = like(
@@ -64,6 +52,45 @@ class ActorCriticConfig(ReplayAlgoConfig):
     )
     stored_state: bool = like(
         R2d2Config, "stored_state", doc="Policies begin sequences with the collector's state, not zeros.", when="lstm"
+    )
+
+    def check(self, config: "Config") -> None:
+        super().check(config)
+        if self.lstm is not None:
+            self._check_memory(config)
+
+    def _check_memory(self, config: "Config") -> None:
+        for name, value in WITHOUT_MEMORY.items():
+            have: Any = config
+            for word in name.split("."):
+                have = getattr(have, word, value)  # an algorithm may lack the setting
+            if have != value:
+                raise ConfigError(name, have, f"{show(value)} with algo.lstm")
+        if self.period > self.length:
+            raise ConfigError("algo.period", self.period, f"at most algo.length={self.length}: no row is left out")
+        if self.batch_size % self.length:
+            near = max(1, round(self.batch_size / self.length)) * self.length
+            allowed = f"a multiple of algo.length={self.length}, such as {near}"
+            raise ConfigError("algo.batch_size", self.batch_size, allowed)
+        if self.warmup_steps < (rows := self.burn_in + self.length + self.n_step):
+            allowed = f"at least {rows} with algo.lstm, the rows of a sequence"
+            raise ConfigError("algo.warmup_steps", self.warmup_steps, allowed)
+
+
+@dataclass(frozen=True)
+class ActorCriticConfig(SequenceConfig):
+    """An off-policy actor-critic with a V-learner and a P-learner, for continuous actions."""
+
+    learners: ClassVar[tuple[str, ...]] = ("v", "p")
+    discrete: ClassVar[bool | None] = False
+    demonstrated: ClassVar[bool] = True
+
+    critic_memory: bool | None = setting(
+        None,
+        "Critics have a recurrent layer of their own, over observations and actions; null: unless they read groups "
+        "that the policy does not.",
+        when="lstm",
+        weights="critic",
     )
     v_per_step: float = setting(
         8.0,
@@ -98,8 +125,6 @@ class ActorCriticConfig(ReplayAlgoConfig):
 
     def check(self, config: "Config") -> None:
         super().check(config)
-        if self.lstm is not None:
-            self._check_memory(config)
         if self.critic_memory and self.critic.net is not None:
             allowed = f"false or null with the custom network algo.critic.net={self.critic.net}"
             raise ConfigError("algo.critic_memory", True, allowed)
@@ -123,20 +148,6 @@ class ActorCriticConfig(ReplayAlgoConfig):
             raise ConfigError("algo.critic.subset", self.critic.subset, allowed)
         if self.explore.kind in ("mixed", "redrawn", "scaled") and self.explore.low > self.explore.high:
             raise ConfigError("algo.explore.low", self.explore.low, f"at most algo.explore.high={self.explore.high:g}")
-
-    def _check_memory(self, config: "Config") -> None:
-        for name, value in WITHOUT_MEMORY.items():
-            if (have := attrgetter(name)(config)) != value:
-                raise ConfigError(name, have, f"{show(value)} with algo.lstm")
-        if self.period > self.length:
-            raise ConfigError("algo.period", self.period, f"at most algo.length={self.length}: no row is left out")
-        if self.batch_size % self.length:
-            near = max(1, round(self.batch_size / self.length)) * self.length
-            allowed = f"a multiple of algo.length={self.length}, such as {near}"
-            raise ConfigError("algo.batch_size", self.batch_size, allowed)
-        if self.warmup_steps < (rows := self.burn_in + self.length + self.n_step):
-            allowed = f"at least {rows} with algo.lstm, the rows of a sequence"
-            raise ConfigError("algo.warmup_steps", self.warmup_steps, allowed)
 
 
 @dataclass(frozen=True)

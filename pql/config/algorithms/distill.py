@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from pql.config.algorithms.base import AlgoConfig, ReplayAlgoConfig, refuse_p_learner
+from pql.config.algorithms.actor_critics import SequenceConfig
+from pql.config.algorithms.base import AlgoConfig, refuse_p_learner
 from pql.config.fields import group, like, setting
 from pql.config.groups import ExploreConfig
 from pql.config.networks import AugmentedEncoderConfig, GaussianPolicyConfig
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class DistillConfig(ReplayAlgoConfig):
+class DistillConfig(SequenceConfig):
     """Distillation of a teacher into a student (DAgger) for continuous actions."""
 
     learners: ClassVar[tuple[str, ...]] = ("v",)
