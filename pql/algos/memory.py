@@ -20,7 +20,7 @@ from pql.data.sequences import Sequence
 from pql.engine.worker import Update
 from pql.errors import ConfigError
 from pql.nets.encoders import groups_of, make_input
-from pql.nets.memory import RECALLED, CriticMemory, PolicyMemory, rows
+from pql.nets.memory import RECALLED, CriticMemory, PolicyMemory, cut
 from pql.nets.mlp import NetInput, Reads
 from pql.types import Batch, Metrics, Obs, ObsBatch
 
@@ -89,7 +89,7 @@ def transitions(seq: Sequence, burn_in: int, policy: Reads, critic: Reads, targe
     def ahead(x: Tensor) -> Tensor:
         return x.flatten(0, 1).index_select(0, place)
 
-    next_obs = {k: ahead(v) for k, v in rows(seq.obs, slice(burn_in, None)).items()}
+    next_obs = {k: ahead(v) for k, v in cut(seq.obs, burn_in)[1].items()}
     with torch.no_grad():
         next_obs[RECALLED["policy"]] = ahead(recalled(policy, seq, burn_in))
         if remembers(target):
@@ -105,8 +105,8 @@ def transitions(seq: Sequence, burn_in: int, policy: Reads, critic: Reads, targe
 
 def trained(seq: Sequence, burn_in: int) -> tuple[Sequence, Obs]:
     """Return sequences without the rows after the trained ones, and the observations of these, [L B, ...]."""
-    part = slice(burn_in + seq.mask.shape[0])
-    seq = seq._replace(obs=rows(seq.obs, part), first=seq.first[part], action=seq.action[part])
+    end = burn_in + seq.mask.shape[0]
+    seq = seq._replace(obs=cut(seq.obs, end)[0], first=seq.first[:end], action=seq.action[:end])
     return seq, {k: v[burn_in:].flatten(0, 1) for k, v in seq.obs.items()}
 
 

@@ -133,7 +133,7 @@ class Sequences:
         return row.flatten(), usable.flatten()
 
     def open(self, cursor: Cursor, reward_scale: Tensor) -> None:
-        """Begin a tick, as :meth:`RankedSequences.open`: nothing."""
+        """Do nothing at the beginning of a tick: no sequence has a priority. ``reward_scale`` is a scalar."""
 
     def sample(self, cursor: Cursor, batch: int, gen: Generator) -> Sequence:
         """Draw ``batch`` sequences uniformly among those that may be read; if there are none, masks are 0."""

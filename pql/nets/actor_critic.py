@@ -16,7 +16,7 @@ from pql.contract.env import ObsSpec
 from pql.nets.distributions import ActionDist, DiagGaussian
 from pql.nets.encoders import Encoder
 from pql.nets.layers import bfloat16
-from pql.nets.memory import Lstm
+from pql.nets.memory import Lstm, cut
 from pql.nets.mlp import Layers, NetInput, Reads, groups_read, mlp
 from pql.types import Obs
 
@@ -238,11 +238,6 @@ class ActorCritic(nn.Module):
             with torch.no_grad():
                 beyond = tail(body, rest, after, carry, final_row)
             return self.policy.params(features), self.value(torch.cat((features, beyond)))
-
-
-def cut(obs: Obs, rows: int) -> tuple[Obs, Obs]:
-    """Split every group [T, ...] into its first ``rows`` rows and the rest."""
-    return {k: v[:rows] for k, v in obs.items()}, {k: v[rows:] for k, v in obs.items()}
 
 
 def tail(body: Body, obs: Obs, after: Tensor, carry: Tensor, final_row: Tensor) -> Tensor:

@@ -112,11 +112,11 @@ class PolicyMemory(nn.Module):
             carry: [B, C] before row 0.
             burn_in: rows that only refresh the carry, without gradients.
         """
+        lead, obs = cut(obs, burn_in)
         if burn_in:
             with torch.no_grad():
-                inputs = self.inputs(rows(obs, slice(burn_in)), action[:burn_in])
-                carry = self.cell.unroll(inputs, carry, first[:burn_in])[1]
-        obs, action, first = rows(obs, slice(burn_in, None)), action[burn_in:], first[burn_in:]
+                carry = self.cell.unroll(self.inputs(lead, action[:burn_in]), carry, first[:burn_in])[1]
+        action, first = action[burn_in:], first[burn_in:]
         after, _ = self.cell.unroll(self.inputs(obs, action), carry, first)
         return self.shown(after, carry, first)[..., : self.cell.hidden]
 
@@ -155,6 +155,6 @@ class CriticMemory(PolicyMemory):
         return torch.cat((start.unsqueeze(0), after[:-1] * ~first[:-1].unsqueeze(-1)))
 
 
-def rows(obs: Obs, part: slice) -> Obs:
-    """Return the rows ``part`` of observation groups [T, ...]."""
-    return {k: v[part] for k, v in obs.items()}
+def cut(obs: Obs, rows: int) -> tuple[Obs, Obs]:
+    """Split every group [T, ...] into its first ``rows`` rows and the rest."""
+    return {k: v[:rows] for k, v in obs.items()}, {k: v[rows:] for k, v in obs.items()}

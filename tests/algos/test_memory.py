@@ -9,7 +9,6 @@ import run_files
 import torch
 from conftest import bits, configured, differences, go_on, start
 from gates import train_until
-from sampling import sample
 
 from pql.algos.memory import recalled, remembers, transitions
 from pql.config.compose import compose
@@ -142,12 +141,11 @@ def test_gradients_go_back_through_time_but_not_into_the_burn_in():
 def test_an_update_trains_every_part_of_its_network(kind):
     parts = run(config_of(kind), ticks=8)
     for learner, flat in ((parts.learners["v"], "critic"), (parts.learners["p"], "policy")):
-        net, before = getattr(learner.state, flat).module, {}
-        before = {k: v.clone() for k, v in net.state_dict().items()}
+        net = getattr(learner.state, flat).module
         (seq,) = learner.draw(1, torch.Generator().manual_seed(1))
         metrics = learner.update(learner.state, seq, learner.settings, learner.gen)
         assert all(torch.isfinite(v).all() for v in metrics.values())
-        assert [k for k, v in net.state_dict().items() if torch.equal(v, before[k])] == []
+        assert [k for k, p in net.named_parameters() if not p.grad.abs().sum() > 0] == []
 
 
 # -- stored states ----------------------------------------------------------------------------------------------------
@@ -307,15 +305,16 @@ def greedy(parts):
     return run_episodes(env, policy, seed=7).mean
 
 
-@pytest.mark.parametrize(
-    "own",
-    sample([{}, {"cell": "gru", "critic": {"obs": ["policy"]}}], keep=[{}]),
-    ids=lambda own: own.get("cell", "lstm"),
-)
+OWN = {"cell": "gru", "critic": {"obs": ["policy"]}, "length": 16, "burn_in": 8}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("own", [{"length": 8, "burn_in": 4}, OWN], ids=["lstm", "gru, critics with one"])
 def test_a_pendulum_is_swung_up_without_seeing_its_velocity(own, learns):
-    learns(lambda seed: swung(seed, {"lstm": 32, "length": 8, "burn_in": 4, "period": 4, **own}), -250)
+    learns(lambda seed: swung(seed, {"lstm": 32, "period": 4, **own}), -250)
 
 
+@pytest.mark.slow
 def test_without_a_memory_it_is_not():
     assert greedy(run(configured(SWING), ticks=TICKS)) < -600
 
