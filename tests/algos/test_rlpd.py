@@ -13,7 +13,7 @@ from pql.run.record import TapedEnv, rows_of_episodes
 
 GOAL, EVERY = -200, 50  # mean greedy return of 32 episodes (the best possible is about -150); env steps
 LEARNER = [
-    *("task=pendulum", "task.reward_scale=0.1", "algo=sac", "num_envs=2", "seed=1", "device=cpu"),
+    *("task=pendulum", "task.reward_scale=0.1", "algo=sac", "num_envs=2", "device=cpu"),
     *("algo.alpha=0.1", "algo.gamma=0.95", "algo.n_step=5", "algo.batch_size=256", "algo.warmup_steps=25"),
     *("algo.v_per_step=8", "algo.p_per_v=1", "replay.capacity=20000", "placement.executor=inline"),
     *("algo.critic.layer_norm=true", "algo.critic.hidden=[64,64]", "algo.critic.lr=0.003", "algo.critic.tau=0.05"),
@@ -45,11 +45,16 @@ def steps_to_the_goal(most, *words):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_demonstrations_save_four_fifths_of_the_env_steps(tmp_path):
+def test_demonstrations_save_four_fifths_of_the_env_steps(tmp_path, learns):
     tape = TapedEnv(make_env("pendulum", 16), 0.0, 0)
     shown = run_episodes(tape, swing_up, 3, EpisodeRules(16))
     assert shown.mean > GOAL
     save_rows(rows_of_episodes(tape.first_episodes(dict.fromkeys(range(16), 200))), tmp_path / "demos.safetensors")
-    steps = steps_to_the_goal(600, f"replay.demos={tmp_path / 'demos.safetensors'}")
+    learns(lambda seed: saving(f"replay.demos={tmp_path / 'demos.safetensors'}", f"seed={seed}"), 5)
+
+
+def saving(demos, seed):
+    """Env steps without demonstrations, up to a little over five times those with them, over those with them."""
+    steps = steps_to_the_goal(600, demos, seed)
     assert steps is not None
-    assert steps_to_the_goal(5 * steps) is None
+    return (steps_to_the_goal(5 * steps, seed) or 5 * steps + EVERY) / steps

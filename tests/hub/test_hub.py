@@ -229,3 +229,9 @@ def test_without_the_extra_the_command_names_it(monkeypatch, capsys):
     monkeypatch.setattr(hub_repo.importlib.util, "find_spec", lambda name: None)
     assert main(["pull", NAME]) == 2
     assert "pip install 'pql-rl[hub]'" in capsys.readouterr().err
+
+
+def test_demonstrations_and_their_hash_stay_at_home():
+    replay = {"demos": "/home/me/demos.h5", "demo_keys": {"policy": ["pose"]}, "demo_share": 0.5}
+    kept = hub_repo.without_places({"config": {"replay": replay}, "sources": {"replay.demos": "a" * 64}})
+    assert kept == {"config": {"replay": {"demo_share": 0.5}}}

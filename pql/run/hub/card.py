@@ -18,7 +18,7 @@ LOCAL = (
     "init_from=",
     "logger",
     "replay.prefill=",
-    "replay.demos=",
+    "replay.demo",  # and its share, which is nothing without it
     "task.process",
     "task.remote",
 )

@@ -25,7 +25,10 @@ LIMITS = {MANIFEST: JSON_BYTES, TENSORS: 1 << 30, CARD: CARD_BYTES}  # bytes
 IGNORED = (".gitattributes", "LICENSE")  # may be there, and are not downloaded
 NAME = re.compile(r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}", re.ASCII)
 COMMIT = re.compile(r"[0-9a-f]{40}")
-PRIVATE = (("run_dir",), ("init_from",), ("replay", "prefill"), ("replay", "demos"), ("task", "remote"), ("logger",))
+PRIVATE = (
+    *(("run_dir",), ("init_from",), ("task", "remote"), ("logger",)),
+    *(("replay", "prefill"), ("replay", "demos"), ("replay", "demo_keys")),
+)
 """Settings that a policy does not need and that name places on a machine."""
 
 
@@ -134,8 +137,10 @@ def checked(repo: str, path: Path) -> dict[str, Any]:
 
 
 def without_places(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a manifest without the ``PRIVATE`` settings and without hashes, which ``checkpoint.save`` adds."""
-    out = copy.deepcopy({k: v for k, v in manifest.items() if k not in ("format", "sha256", "manifest_sha256")})
+    """Return a manifest without the ``PRIVATE`` settings and without hashes: those of files that the run has read, and
+    those that ``checkpoint.save`` adds."""
+    left_out = ("format", "sha256", "manifest_sha256", "sources")
+    out = copy.deepcopy({k: v for k, v in manifest.items() if k not in left_out})
     for names in PRIVATE:
         _drop(out["config"], names)
     return out
