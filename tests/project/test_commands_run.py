@@ -131,9 +131,9 @@ def shortened(words, device="cpu"):
     num_envs = 1 if "num_envs=1" in words else 8
     more = [f"num_envs={num_envs}", f"device={device}", "eval.num_envs=2", "budget.seconds=null"]
     if hasattr(algo, "batch_size") and not mixed:
-        start = algo.warmup_steps if hasattr(algo, "burn_in") else 20
-        rows = 2000 if hasattr(algo, "burn_in") else 512
-        more += ["algo.batch_size=8", f"algo.warmup_steps={start}", f"replay.capacity={num_envs * rows}"]
+        sequences = hasattr(algo, "burn_in") and algo.lstm is not None
+        start, rows, size = (algo.warmup_steps, 2000, 16) if sequences else (20, 512, 8)
+        more += [f"algo.batch_size={size}", f"algo.warmup_steps={start}", f"replay.capacity={num_envs * rows}"]
         more += [f"budget.env_steps={num_envs * (start + 30)}"]
     else:
         more += ["algo.warmup_steps=20"] * mixed
