@@ -97,9 +97,10 @@ def groups_of_bonus(config: Config, spec: EnvSpec) -> tuple[str, ...]:
 
 def make_novelty(setup: Setup[Any], device: torch.device) -> Novelty | None:
     """Create the networks; None without ``algo.rnd.weight``."""
-    settings, spec, groups = setup.config.algo.rnd, setup.spec, groups_of_bonus(setup.config, setup.spec)
+    spec, groups = setup.spec, groups_of_bonus(setup.config, setup.spec)
     if not groups:
         return None
+    settings: RndConfig = setup.config.algo.rnd
     size, layers = sum(spec.obs[k].shape[0] for k in groups), Layers(tuple(settings.hidden), "relu")
     nets = seeded(lambda: [mlp(size, layers, settings.outputs).to(device) for _ in range(2)], setup.init_seed + SEED)
     predictor = Flat(nets[0], trained=True)
