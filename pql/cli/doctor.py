@@ -26,6 +26,7 @@ EXTRAS: dict[str, tuple[str, tuple[str, ...]]] = {
     "swanlab": ("logger=swanlab", ("swanlab",)),
     "report": ("pql report and compare", ("matplotlib", "scipy", "jinja2")),
     "sweep": ("pql sweep", ("optuna",)),
+    "pbt": ("pql sweep --pbt", ("ray",)),
     "export": ("pql export", ("onnx", "onnxscript", "onnxruntime")),
     "hub": ("pql pull and push", ("huggingface-hub",)),
     "video": ("pql play", ("imageio", "imageio-ffmpeg", "pillow")),

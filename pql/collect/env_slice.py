@@ -177,10 +177,11 @@ class EnvSlice:
 
     def record(self, step: Step) -> None:
         """Write the row of a step to the stores, and update the statistics."""
-        if not self.checked and self.mask is None:  # with late answers, some rows are no steps
+        unchecked = not self.checked
+        self._check(step)
+        if unchecked and self.mask is None:  # with late answers, some rows are no steps
             state, known = self.state, (step.first | step.final_ok) & ~self.state.quarantine.out
             check_stacks("step", step.obs, state.obs, step.first, known, state.env.spec)
-        self._check(step)
         if self.state.default_stream:
             for tensor in named_step(step).values():
                 tensor.record_stream(torch.cuda.current_stream(self.state.device))

@@ -153,7 +153,7 @@ def test_the_command_for_a_robot_that_is_missing(monkeypatch, tmp_path):
         ("pql sw", ["sweep"]),
         ("pql train task=half", ["task=halfcheetah"]),
         ("pql train -m algo=pql,td", ["algo=pql,td3"]),
-        ("pql train seed=1 algo.cri", ["algo.critic."]),
+        ("pql train seed=1 algo.cri", ["algo.critic_memory=", "algo.critic."]),
         ("pql train algo.critic.l", ["algo.critic.layer_norm=", "algo.critic.lr=", "algo.critic.loss="]),
         ("pql train multi", ["multirun_dir="]),
         ("pql train replay.dtype=", ["replay.dtype=float32", "replay.dtype=float16", "replay.dtype=bfloat16"]),
