@@ -121,7 +121,7 @@ def run_record(args: argparse.Namespace) -> int:
     returns, file = row["returns"], row["file"]
     print(f"{file}: {row['steps']:,} transitions of {len(returns):,} episodes ({row['played']:,} played)")
     print(f"return: mean {sum(returns) / len(returns):,.6g}, min {min(returns):,.6g}, max {max(returns):,.6g}")
-    print(f"next: replay.demos={shlex.quote(str(file))} in a run with the same task")
+    print(f"next: replay.demos={shlex.quote(str(file))} (or replay.prefill=) in a run with the same task")
     return 0
 
 

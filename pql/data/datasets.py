@@ -36,10 +36,14 @@ class LeRobot:
         import pyarrow.parquet
 
         info, self.read = read_json(path / "meta" / "info.json"), pyarrow.parquet.read_table
+        if not isinstance(info, dict) or not isinstance(info.get("features"), dict):
+            raise ValueError("its meta/info.json has no features")
         if not str(version := info.get("codebase_version", "")).startswith(("v2", "v3")):
             raise ValueError(f"a dataset of LeRobot v2 or v3, not {version or 'without codebase_version'}")
         self.kinds = {k: (str(v["dtype"]), tuple(v["shape"])) for k, v in info["features"].items()}
-        self.files = sorted((path / "data").rglob("*.parquet"))
+        if not (files := sorted((path / "data").rglob("*.parquet"))):
+            raise ValueError("it has no data/**/*.parquet")
+        self.files = files
         number = torch.stack([self.column(k).flatten() for k in ("episode_index", "frame_index")])
         if number.shape[1] != info["total_frames"]:
             raise ValueError(f"a dataset with its {info['total_frames']:,} frames; data has {number.shape[1]:,}")
@@ -59,6 +63,8 @@ class LeRobot:
                 values = values.flatten()
             parts.append(torch.from_numpy(values.to_numpy(zero_copy_only=False).copy()).view(-1, *shape))
         whole = torch.cat(parts)
+        if hasattr(self, "order") and len(whole) != len(self.order):
+            raise ValueError(f"{name} has no {list(shape)} numbers in each frame, as meta/info.json says")
         return whole[self.order] if hasattr(self, "order") else whole
 
     def finals(self, name: str) -> None:
@@ -74,7 +80,10 @@ class Robomimic:
         import h5py
 
         self.path, data = str(path), h5py.File(path, "r")["data"]
-        self.demos = [data[k] for k in sorted(data, key=lambda name: (len(name), name)) if len(data[k]["actions"])]
+        names = sorted(data, key=lambda name: (len(name), name))
+        if other := [k for k in names if "actions" not in data[k]]:
+            raise ValueError(f"data/{other[0]} has no actions")
+        self.demos = [data[k] for k in names if len(data[k]["actions"])]
         if not self.demos:
             raise ValueError("it has no demonstrations")
         first = {k: v for k, v in self.demos[0].items() if hasattr(v, "dtype")} | dict(self.demos[0].get("obs", {}))
@@ -122,6 +131,9 @@ def read_dataset(
     for name in keys:
         if name not in (known := [*obs, "action", "reward", "terminated"]):
             raise ConfigError(f"{KEYS}.{name}", keys[name], f"one of {', '.join(known)}{nearest(name, known)}")
+        given = keys[name]
+        if not isinstance(given, list | tuple) or not all(isinstance(one, str) for one in given):
+            raise ConfigError(f"{KEYS}.{name}", given, "a list of columns, such as [observation.state]")
     try:
         return _columns(setting, path, keys, obs, spec, kind(path))
     except ModuleNotFoundError as error:

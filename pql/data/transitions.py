@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pql.config.files import check_header, expanded
 from pql.contract.env import ObsSpec
-from pql.contract.stacks import kept_shape
+from pql.contract.stacks import kept_shape, newest_frame
 from pql.data import tensorfile
 from pql.data.flags import NEXT_FIRST, TERMINATED, TRUNCATED, VALID
 from pql.data.frames import in_parts
@@ -186,6 +186,8 @@ class File:
         """Read a safetensors file. Return also if release 0.2 wrote it."""
         try:
             file = expanded(self.setting, self.path)
+            if file.is_dir() or file.suffix in (".hdf5", ".h5"):
+                raise self._wrong("a safetensors file; replay.demos reads datasets")
             check_header(file)
             with safe_open(file, "pt") as opened:
                 return load_file(file), (opened.metadata() or {}).get("format") == "pql-replay-1"
@@ -218,6 +220,8 @@ class File:
             found = self._column(name)
             if shape != full and found.shape == (*count, *full) and found.dtype == torch.uint8:
                 self.data[name] = in_parts(found.flatten(0, len(count) - 1), shape).view(*count, *shape)
+            elif not self.flat and shape != spec.shape and found.shape == (*count, *spec.shape):  # undeclared histories
+                self.data[name] = newest_frame(found.flatten(0, len(count) - 1), spec).view(*count, *shape)
             dtype = "float" if spec.dtype.is_floating_point else str(spec.dtype).removeprefix("torch.")
             also = f" or of whole images {[*count, *full]}" if shape != full else ""
             self.take(name, [*count, *shape], dtype, also=also)

@@ -8,6 +8,7 @@ collectives. Regions with equal operations and shapes, such as the updates of a 
 Inductor runs in its deterministic mode: it picks kernels without measuring, so that every process makes the same ones.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from operator import getitem
 from typing import Any, NamedTuple
@@ -357,14 +358,17 @@ def allocation(made: Made, recorder: Recorder) -> Call:
     return Call(aten.empty_strided.default, (size, stride), {"dtype": dtype, "device": device}, made)
 
 
-def compile_body(body: Callable[[], None], generators: Sequence[Generator]) -> Program:
+def compile_body(body: Callable[[], None], generators: Sequence[Generator], most: float = math.inf) -> Program:
     """Run a body once, and compile it.
 
     Args:
         generators: all generators that it draws from.
+        most: operations of one update. Those of recurrent networks repeat for each row of a sequence.
     Raises:
-        NotCompiledError, RunError: it has a form that cannot be compiled.
+        NotCompiledError, RunError: it has a form that cannot be compiled, or more operations.
     """
     with fusing(), recorded(generators) as recorder:
         body()
+    if (largest := max((len(calls) for calls, _ in recorder.segments), default=0)) > most:
+        raise NotCompiledError(f"its {largest:,} operations would take minutes (placement.compile=on compiles them)")
     return Program(recorder)

@@ -7,6 +7,7 @@ memory pool: cuBLAS keeps one workspace per stream, so graphs captured on the sa
 concurrently. On the CPU see ``cpu_graph.py``.
 """
 
+import math
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,10 @@ from pql.engine.interrupt import asked
 from pql.errors import ConfigError, PqlWarning, first_line
 
 WARMUP = 3
+
+
+LARGEST = 1200
+"""Operations of an update that ``placement.compile=auto`` compiles; those of REPPO are 850."""
 
 
 class Execution(NamedTuple):
@@ -200,7 +205,7 @@ class Graph:
                 with recording(), torch.enable_grad():
                     self.body()  # allocates what is allocated once
                     restore()
-                    program = compile_body(self.body, self.generators)
+                    program = compile_body(self.body, self.generators, LARGEST if self.compile == "auto" else math.inf)
                 restore()
                 why = program.difference()
             except Exception as error:  # Inductor's errors have no common type

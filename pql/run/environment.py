@@ -125,7 +125,7 @@ def build_eval_env(config: Config, num_envs: int, machine: Machine | None = None
     offered["curriculum_scale"] = math.inf  # a stage, once set, stays
     if config.eval.play is not False and "play" not in config.task.kwargs:
         offered["play"] = True
-    if config.eval.play and (drawn := config.task.kwargs.get("randomize")):
+    if drawn := randomised(config):
         offered["randomize"] = {**drawn, "nominal": True} if isinstance(drawn, Mapping) else False
     env = build_env(config, num_envs, machine, offered=offered)
     if config.eval.play and not in_play(config, env.spec):
@@ -136,7 +136,17 @@ def build_eval_env(config: Config, num_envs: int, machine: Machine | None = None
 
 def in_play(config: Config, spec: EnvSpec) -> bool:
     """Return True if environments for evaluations have the simulator's configuration for play."""
-    return bool(spec.info.get("play") or (config.eval.play and config.task.kwargs.get("randomize")))
+    return bool(spec.info.get("play") or randomised(config))
+
+
+def randomised(config: Config) -> Any:
+    """Return ``task.kwargs.randomize`` if ``eval.play=true`` evaluates without it: in this library's tasks, and those
+    made of them."""
+    drawn = config.task.kwargs.get("randomize") if config.eval.play else None
+    kind = find_factory(config.task.name) if drawn else None
+    kind = kind.func if isinstance(kind, partial) else kind
+    modules = [getattr(one, "__module__", "") for one in getattr(kind, "__mro__", [kind])]
+    return drawn if any(module.startswith("pql.envs.") for module in modules) else None
 
 
 def staggered(config: Config, spec: EnvSpec) -> bool:

@@ -83,7 +83,7 @@ class TapedEnv:
         step = self.env.step(action)
         row = {k: getattr(step, k) for k in ("reward", "terminated", "truncated", "first", "valid", "final_ok")}
         for k, obs in (("obs", self.obs), ("final", step.final_obs)):
-            row |= {f"{k}.{group}": newest_frame(v, self.spec.obs[group]) for group, v in obs.items()}
+            row |= {f"{k}.{group}": newest_frame(v, self.spec.obs[group]).clone() for group, v in obs.items()}
         self.rows.append({k: v.cpu() for k, v in {**row, "action": action}.items()})
         self.obs = step.obs
         return step
