@@ -10,9 +10,13 @@ from torch import Generator
 from pql.algos.mirror import make_mirror
 from pql.algos.registry import A, Setup
 from pql.algos.rnd import groups_of_bonus
+from pql.collect.prefill import demonstrations, observe_recorded
 from pql.config import Config
 from pql.config.algorithms import ActorCriticConfig, ReplayAlgoConfig
+from pql.config.files import expanded
 from pql.contract.env import Box, Discrete, EnvSpec, MultiDiscrete, ObsSpec
+from pql.data.datasets import read_dataset
+from pql.data.demos import Demos
 from pql.data.frames import deepest, stored_spec
 from pql.data.normalize import Normalizer
 from pql.data.priority import least_rows
@@ -20,6 +24,7 @@ from pql.data.replay import Cursor, Replay
 from pql.data.sequences import RankedSequences, Sequences, Span, States
 from pql.data.sequences import Sequence as SequenceBatch
 from pql.data.sizes import ReplayLayout, preflight
+from pql.data.transitions import File, read_transitions
 from pql.engine.placement import available_bytes
 from pql.engine.schedule import Counts
 from pql.engine.worker import Learner, State, Tensors, Update
@@ -86,13 +91,14 @@ def advice(spec: EnvSpec) -> str:
 
 
 def check_obs(config: Config, spec: EnvSpec) -> None:
-    """Raises ``ConfigError`` for an unsupported observation, or one that ``algo.symmetry`` and ``algo.rnd`` cannot use.
-    Custom networks are not checked."""
+    """Raises ``ConfigError`` for an unsupported observation, one that ``algo.symmetry`` or ``algo.rnd`` cannot use, and
+    demonstrations of another task. Custom networks are not checked."""
     for which in ("policy", "critic"):
         if getattr(config.algo, which).net is None:
             groups_of(config, spec, which)
     make_mirror(config, spec, spec.device)
     groups_of_bonus(config, spec)
+    check_demos(config, spec)
 
 
 def ring_rows(
@@ -174,6 +180,26 @@ class SequenceDraw:
         for _ in range(count):
             batch = self.sequences.sample(self.cursor, self.batch_size, gen)
             yield batch._replace(obs=self.norm(batch.obs), reward=batch.reward * self.norm.reward_scale)
+
+
+def check_demos(config: Config, spec: EnvSpec) -> None:
+    """Raises ``ConfigError`` for demonstrations of another task. Only their columns are checked."""
+    if config.replay.demos is not None:
+        setting, stored = "replay.demos", stored_obs(config, spec)
+        path = expanded(setting, config.replay.demos)
+        data = read_dataset(setting, path, config.replay.demo_keys, stored, spec)
+        read_transitions(File(setting, path, stored, spec.obs, data), torch.empty(0, *spec.action.shape))
+
+
+def make_demos(setup: Setup[A], replays: Sequence[Replay], norm: Normalizer) -> Sequence[Demos | None]:
+    """Read the demonstrations, if there are any, for each of ``replays``; the observation statistics count them."""
+    config, spec = setup.config, setup.spec
+    if config.replay.demos is None:
+        return [None] * len(replays)
+    path, layout = expanded("replay.demos", config.replay.demos), ring_layout(config, spec, 0, setup.counts, ())
+    found = demonstrations(path, config.replay.demo_keys, replays, layout, spec)
+    observe_recorded(norm, found.taken, found.used, spec)
+    return [Demos(ring, config.replay) for ring in found.rings]
 
 
 def make_ring(setup: Setup, worker: str, obs_only: bool = False, extra: Sequence[str] = ()) -> Replay:

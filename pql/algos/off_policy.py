@@ -4,7 +4,7 @@ DDPG and SAC are instances of :class:`OffPolicy`; ``Concurrent`` makes them Para
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
@@ -17,10 +17,10 @@ from pql.algos.builders import (
     SequenceDraw,
     check_continuous,
     check_obs,
+    make_demos,
     make_normalizer,
     make_ring,
     make_sequences,
-    ring_layout,
     ring_rows,
     sequence_ring_rows,
     stored_obs,
@@ -39,21 +39,17 @@ from pql.algos.rnd import curious_values, make_novelty
 from pql.collect.actors import ActFunction, NoisyActor, RememberingActor
 from pql.collect.collector import Collector
 from pql.collect.exploration import Exploration
-from pql.collect.prefill import demonstrations, observe_recorded
 from pql.config import Config
 from pql.config.algorithms import ActorCriticConfig
 from pql.config.algorithms.distill import DistillConfig
-from pql.config.files import expanded
 from pql.contract.env import Box, EnvSpec
 from pql.data.augment import Augment
-from pql.data.datasets import read_dataset
 from pql.data.demos import Demos
 from pql.data.mirror import Mirror
 from pql.data.normalize import Normalizer
 from pql.data.replay import Cursor, Replay
 from pql.data.sequences import States
 from pql.data.tensorfile import digest_of
-from pql.data.transitions import File, read_transitions
 from pql.engine.flat import Flat
 from pql.engine.schedule import Counts, tick_counts
 from pql.engine.worker import Learner
@@ -113,11 +109,6 @@ def check_off_policy(config: Config[ActorCriticConfig], spec: EnvSpec, counts: C
     check_continuous(config, spec)
     check_obs(config, spec)
     check_images(config, spec)
-    if config.replay.demos is not None:  # its columns only; it is read again into a ring
-        setting, stored = "replay.demos", stored_obs(config, spec)
-        path = expanded(setting, config.replay.demos)
-        data = read_dataset(setting, path, config.replay.demo_keys, stored, spec)
-        read_transitions(File(setting, path, stored, spec.obs, data), torch.empty(0, *spec.action.shape))
     if config.algo.lstm is None:
         return ring_rows(config, spec, counts, device)
     critics_remember(config, spec)
@@ -205,17 +196,6 @@ class Drawn:
         """Return the parts of a :class:`PolicyDraw`."""
         mirror = make_mirror(setup.config, setup.spec, self.replay.device)
         return setup.config.algo, self.replay, *self.own(norm), make_augment(setup), mirror, self.demos
-
-
-def make_demos(setup: Setup[A], replays: Sequence[Replay], norm: Normalizer) -> Sequence[Demos | None]:
-    """Read the demonstrations, if there are any, for each of ``replays``; the observation statistics count them."""
-    config, spec = setup.config, setup.spec
-    if config.replay.demos is None:
-        return [None] * len(replays)
-    path, layout = expanded("replay.demos", config.replay.demos), ring_layout(config, spec, 0, setup.counts, ())
-    found = demonstrations(path, config.replay.demo_keys, replays, layout, spec)
-    observe_recorded(norm, found.taken, found.used, spec)
-    return [Demos(ring, config.replay) for ring in found.rings]
 
 
 def make_value_learner(

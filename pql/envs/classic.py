@@ -230,8 +230,9 @@ class Pendulum(Drawn, TorchEnv):
         velocity: bool = True,
     ):
         super().__init__(num_envs, device, max_episode_steps, stagger)
-        self.spec = self.describe(num_envs, device, max_episode_steps, stagger, velocity=velocity)
         self.velocity = velocity
+        if not velocity:
+            self.spec = self.describe(num_envs, device, max_episode_steps, stagger, velocity=False)
 
     @classmethod
     def describe(cls, *args: Any, velocity: bool = True, **kwargs: Any) -> EnvSpec:

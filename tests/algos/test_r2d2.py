@@ -375,7 +375,7 @@ def test_a_tasks_own_settings_are_the_same_at_every_scale_and_make_whole_ticks(t
         (["algo.noisy=0.5"], "algo.noisy=0.5: expected no such setting: algo=r2d2 does not read it; dqn would"),
         (
             ["algo=dqn", "algo.lstm=4"],
-            "algo.lstm=4: expected no such setting: algo=dqn does not read it; ddpg, sac, r2d2, ppo, impala would",
+            "algo.lstm=4: expected no such setting: algo=dqn does not read it; ddpg, sac, distill, r2d2, ppo, impala",
         ),
         (["placement.p_learner=cpu"], "placement.p_learner=cpu: expected null"),
         (["algo.schedule=replicas"], "concurrent or lockstep with algo=r2d2; only ppo can have replicas"),

@@ -30,6 +30,7 @@ from pql.run.store import checkpoint
 
 CPU = torch.device("cpu")
 BOUNDS = {"batch norm": 5e-3}
+NOISE = "state/policy/net.0.bias"  # before BatchNorm: its gradient is a rounding error, which Adam divides by its size
 """Relative differences in float32: gradients before a normalisation are differences of nearly equal numbers."""
 
 
@@ -70,7 +71,8 @@ def apart(job):
 @pytest.mark.parametrize("name", RUNS)
 def test_the_regions_of_every_family_do_what_its_body_does(plain, name):
     for worker, job in jobs(RUNS[name]):
-        assert {k: v for k, v in apart(job).items() if v > BOUNDS.get(name, 1e-4)} == {}, worker
+        changes = {k: v for k, v in apart(job).items() if (name, k) != ("batch norm", NOISE)}
+        assert {k: v for k, v in changes.items() if v > BOUNDS.get(name, 1e-4)} == {}, worker
 
 
 LEARNERS = [(name, worker) for name, config in RUNS.items() for worker in config.algo.learners]
