@@ -500,7 +500,7 @@ def test_a_resumed_config_is_the_saved_one_with_another_budget(tmp_path):
 
 MAY_CHANGE = (
     "budget.*, eval.*, logger.*, checkpoint.*, replay.save, replay.demos, algo.teacher, "
-    "algo.critic.lr, algo.critic.weight_decay, algo.critic.tau, algo.policy.lr, "
+    "algo.gamma, algo.critic.lr, algo.critic.weight_decay, algo.critic.tau, algo.policy.lr, "
     "algo.policy.weight_decay, algo.policy.saturation_penalty, algo.smoothing, algo.smoothing_clip"
 )
 

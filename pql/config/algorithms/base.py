@@ -41,7 +41,7 @@ class AlgoConfig:
         "learners on shared parameters.",
         choices=("concurrent", "lockstep", "replicas"),
     )
-    gamma: float = setting(0.99, "Discount factor.", low=0, high=1)
+    gamma: float = setting(0.99, "Discount factor.", low=0, high=1, live=True)
     warmup_steps: int = setting(32, "Random steps of every environment before learning.", low=0, high=10**9)
     normalize_obs: bool = setting(
         True, "Normalise observations with their running mean and variance.", weights="policy"
