@@ -131,7 +131,7 @@ def read_dataset(
     for name in keys:
         if name not in (known := [*obs, "action", "reward", "terminated"]):
             raise ConfigError(f"{KEYS}.{name}", keys[name], f"one of {', '.join(known)}{nearest(name, known)}")
-        given = keys[name]
+        given = [keys[name]] if isinstance(keys[name], str) else keys[name]
         if not isinstance(given, list | tuple) or not all(isinstance(one, str) for one in given):
             raise ConfigError(f"{KEYS}.{name}", given, "a list of columns, such as [observation.state]")
     try:

@@ -186,7 +186,7 @@ class File:
         """Read a safetensors file. Return also if release 0.2 wrote it."""
         try:
             file = expanded(self.setting, self.path)
-            if file.is_dir() or file.suffix in (".hdf5", ".h5"):
+            if file.suffix in (".hdf5", ".h5"):
                 raise self._wrong("a safetensors file; replay.demos reads datasets")
             check_header(file)
             with safe_open(file, "pt") as opened:
