@@ -140,10 +140,12 @@ def in_play(config: Config, spec: EnvSpec) -> bool:
 
 
 def randomised(config: Config) -> Any:
-    """Return ``task.kwargs.randomize`` if ``eval.play=true`` evaluates without it: in this library's tasks, and those
-    made of them."""
+    """Return ``task.kwargs.randomize`` if ``eval.play=true`` evaluates without it: a flag, or the ranges of this
+    library's tasks and of those made of them."""
     drawn = config.task.kwargs.get("randomize") if config.eval.play else None
-    kind = find_factory(config.task.name) if drawn else None
+    if not isinstance(drawn, Mapping):
+        return drawn
+    kind = find_factory(config.task.name)
     kind = kind.func if isinstance(kind, partial) else kind
     modules = [getattr(one, "__module__", "") for one in getattr(kind, "__mro__", [kind])]
     return drawn if any(module.startswith("pql.envs.") for module in modules) else None
