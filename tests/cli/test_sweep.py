@@ -50,7 +50,7 @@ with open(run_dir + "/metrics.jsonl", "w") as f:
         for row in ({"eval/return_mean": -100 + done * (100 + final)}, {"loss/v": 1}):
             f.write(json.dumps({"time/seconds": 240 * done, "steps/env": 1e6 * done, **row}) + "\\n")
 if final < threshold:
-    time.sleep(20)
+    time.sleep(600)
 end(False)
 """
 
@@ -196,15 +196,14 @@ def test_where_every_trial_fails_the_status_is_1(tmp_path, capsys):
 
 
 def test_poor_trials_are_ended_early(tmp_path, monkeypatch):
-    """Below the median of those before, at any time after a quarter of the budget; never the first five."""
-    begin = time.monotonic()
+    """Below the median of those before, at any time after a quarter of the budget; never the first five. By itself a
+    poor trial would end after ten minutes, and be complete."""
     lrs = [0.001, 0.002, 0.003, 0.0005, 0.0001, 0.1, 0.0012]
     monkeypatch.setattr(sweep, "suggest", lambda trial, key, space: trial.suggest_float(key, *[lrs[trial.number]] * 2))
     assert search(tmp_path, "trials=7", threshold=-1.5) == 0
     rows = found(tmp_path)
     assert [row["state"] for row in rows] == ["complete"] * 5 + ["pruned", "complete"]
     assert [row["value"] is None for row in rows] == [row["state"] == "pruned" for row in rows]
-    assert time.monotonic() - begin < 20  # a poor trial alone would take that long
     study = optuna.load_study(study_name="sweep", storage=f"sqlite:///{tmp_path / 'study.db'}")
     assert study.trials[0].intermediate_values == pytest.approx({2 * i: -100 + 10 * i for i in range(1, 11)})
 
