@@ -142,7 +142,7 @@ MALFORMED = "expected a value such as 3, 0.5, true, null, [64,64], or text in qu
         ("algo.buffer_size=1", "a known setting (did you mean replay.capacity?)"),
         ("total_steps=1", "a known setting (did you mean budget.env_steps?)"),
         ("logger=tensorbord", "expected one of none, swanlab, tensorboard, trackio, wandb (did you mean tensorboard?)"),
-        ("scale=huge", "scale=huge: expected one of cpu, gpu"),
+        ("scale=huge", "scale=huge: expected one of cpu, gpu, samples"),
         ("algo.gama=0.9", "algo.gama=0.9: expected a known setting (did you mean algo.gamma?)"),
         ("gamma=0.9", "gamma=0.9: expected a known setting (did you mean algo.gamma?)"),
         ("algo.critic.hiden=[64]", "expected a known setting (did you mean algo.critic.hidden?)"),
@@ -278,13 +278,23 @@ def test_the_scale_follows_the_device(monkeypatch):
     assert None not in (large.budget.seconds, small.budget.seconds)  # every scale ends by itself
 
 
+def test_few_environments_with_many_updates_are_a_scale_of_pql2():
+    few, cpu = (compose(["device=cpu", "algo=pql2", f"scale={scale}"]) for scale in ("samples", "cpu"))
+    assert (few.num_envs, few.budget.env_steps, few.budget.seconds) == (32, 1_000_000, None)
+    assert (few.algo.v_per_step, few.algo.alpha) == (8, 0.01)
+    assert replace(few.algo, v_per_step=2, alpha=0.1) == cpu.algo
+    message = "scale=samples: expected one of cpu, gpu: algo=ppo has no settings for another"
+    assert refusal("algo=ppo", "scale=samples") == message
+
+
 ON_POLICY = ("a2c", "a3c", "appo", "appo_replicas", "impala", "ppo", "pqn", "reppo")
 
 
 @pytest.mark.parametrize("algo", Presets().names("algo"))
 def test_every_algorithm_composes_at_every_scale(algo):
-    assert [s for s in Presets().names("scale") if [*Presets().tuned([s], algo, s)]] == ["cpu", "gpu"]
-    for scale in ("cpu", "gpu"):
+    scales = [s for s in Presets().names("scale") if [*Presets().tuned([s], algo, s)]]
+    assert scales == ["cpu", "gpu", *(["samples"] if algo == "pql2" else [])]
+    for scale in scales:
         config = compose(["device=cpu", f"algo={algo}", f"scale={scale}"])
         assert config.algo.name == algo
         assert (config.algo.data == "rollout") == (algo in ON_POLICY)
