@@ -30,7 +30,7 @@ from pql.envs.mujoco.isaac.ball import BallBalance
 from pql.envs.mujoco.isaac.franka import FrankaCubeStack
 from pql.envs.mujoco.locomotion import Ant, Planar, Walker2d
 from pql.envs.mujoco.suite import GymTask
-from pql.envs.mujoco.task import Robot, load_model, load_spec
+from pql.envs.mujoco.task import MODELS, Robot, load_model, load_spec, physics_steps
 from pql.errors import ConfigError
 from pql.types import Step
 
@@ -68,7 +68,8 @@ def reference(name: str, model: str | None = None, **kwargs: Any) -> Any:
     ref = getattr(importlib.import_module(f"gymnasium.envs.mujoco.{module}"), cls)(**kwargs)
     if (model or robots.TASKS[name].task.model) != "shipped":
         # not through an XML file: writing one rounds to six digits, which chaos makes visible
-        ref.model = load_model(robots.TASKS[name].task, model)
+        task = robots.TASKS[name].task
+        ref.model, ref.frame_skip = load_model(task, model), physics_steps(task, model)
         ref.data = mujoco.MjData(ref.model)
     return ref
 
@@ -119,27 +120,51 @@ def test_matches_gymnasium(name: str, model: str | None) -> None:
 
 
 UNSEEN = ("cinert", "cvel", "qfrc_actuator", "cfrc_ext")  # without contact forces
+HIDDEN = {
+    "ant": {"include_cfrc_ext_in_observation": False},
+    "humanoid": {f"include_{field}_in_observation": False for field in UNSEEN},
+}
+HIDDEN["humanoidstandup"] = HIDDEN["humanoid"]
 
 
-@pytest.mark.parametrize(
-    ("name", "unseen", "obs_size"),
-    [
-        ("ant", UNSEEN[3:], 27),
-        ("humanoid", UNSEEN, 45),
-        ("humanoidstandup", UNSEEN, 45),
-    ],
-)
-def test_matches_gymnasium_without_contact_forces(name: str, unseen: tuple[str, ...], obs_size: int) -> None:
-    """The contact cost stays in the reward, as in gymnasium's class built with these arguments."""
-    steps = steps_of(name, None)
-    kwargs = {f"include_{field}_in_observation": False for field in unseen}
-    env = build(name, 3, max_episode_steps=steps * 2 // 5, contact_forces=False)
-    refs = [reference(name, **kwargs) for _ in range(3)]
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("name", "obs_size"), [("ant", 27), ("humanoid", 45), ("humanoidstandup", 45)])
+def test_matches_gymnasium_without_contact_forces(name: str, obs_size: int, model: str) -> None:
+    """The shipped model is compared with gymnasium's own."""
+    steps, cost = steps_of(name, None), "impact" if name == "humanoidstandup" else "contact"
+    kwargs: dict[str, Any] = {**HIDDEN[name], f"{cost}_cost_weight": 0.0}
+    settings = {"max_episode_steps": steps * 2 // 5, "contact_forces": False, "model": model}
+    env = build(name, 3, **settings)
+    refs = [reference(name, model, **kwargs) for _ in range(3)]
     assert env.spec.obs["policy"].shape == refs[0].observation_space.shape == (obs_size,)
-    assert robots.TASKS[name].describe(3, max_episode_steps=steps * 2 // 5, contact_forces=False) == env.spec
+    assert robots.TASKS[name].describe(3, **settings) == env.spec
     terminations = compare(env, refs, steps)
     assert (terminations > 0) == (name in FALLING)
-    assert {*env.engine.fields}.isdisjoint({*unseen} - {"cfrc_ext"})
+    assert {*env.engine.fields}.isdisjoint(UNSEEN)
+
+
+def test_the_form_of_version_0_2_stays() -> None:
+    """Physics steps of 0.01 s; contact forces in the rewards of those that do not observe them."""
+    for name, steps in (("ant", 5), ("humanoid", 5)):
+        env = build(name, 2, contact_forces=False, legacy=True, max_episode_steps=10)
+        assert (env.spec.info["frame_skip"], env.model.opt.cone) == (steps, mujoco.mjtCone.mjCONE_ELLIPTIC)
+        assert "reward_contact" in env.spec.log
+        refs = [reference(name, "fast", **HIDDEN[name]) for _ in range(2)]
+        for ref in refs:
+            ref.model, ref.frame_skip, ref.data = env.model, steps, mujoco.MjData(env.model)
+        compare(env, refs, 25)
+    assert build("ant", 2, legacy=True).spec.info["frame_skip"] == 5
+    with pytest.raises(ConfigError, match="legacy=true: expected false: only ant, humanoid, go1_velocity, g1_veloc"):
+        build("humanoid", 2, legacy=True)
+
+
+def test_the_fast_ant_takes_shorter_steps_for_the_same_time() -> None:
+    """With Euler's method policies of the shipped model fall at its time step."""
+    for kwargs, model in (({}, "fast"), ({"contact_forces": False}, "fast"), ({"contact_forces": False}, "shipped")):
+        env = build("ant", 2, model=model, **kwargs)
+        steps, time_step = env.spec.info["frame_skip"], env.model.opt.timestep
+        assert (steps, time_step) == ((10, 0.005) if model == "fast" else (5, 0.01))
+        assert steps * time_step == env.spec.info["dt"] == 0.05
 
 
 def compare(env: MujocoVec, refs: list[Any], steps: int) -> int:
@@ -224,7 +249,7 @@ def test_spec(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert tuple(step.log) == tuple(env.spec.log)
     assert step.obs["policy"].dtype == step.final_obs["policy"].dtype == step.reward.dtype == torch.float32
     assert all(value.dtype == torch.float32 and value.shape == (3,) for value in step.log.values())
-    assert env.task.dt == pytest.approx(env.model.opt.timestep * env.task.frame_skip)
+    assert env.task.dt == pytest.approx(env.model.opt.timestep * env.spec.info["frame_skip"])
 
     def load(task: Any) -> None:
         raise AssertionError("describe loaded the model")
@@ -486,7 +511,7 @@ def test_torch_threads_are_left_as_they_were() -> None:
         (2, {"threads": -1}, "threads"),
         (2, {"threads": 1.5}, "threads"),
         (2, {"max_episode_steps": 0}, "max_episode_steps"),
-        (2, {"model": "shipped"}, "model=shipped: expected fast: .*cfrc_ext"),
+        (2, {"model": "shipped"}, "model=shipped: expected fast: .*contact_forces=false"),
         (2, {"model": "fastt"}, "model=fastt: expected shipped or fast .did you mean fast"),
         (2, {"engine": "wrap"}, "engine=wrap: expected auto, batch or warp .did you mean warp"),
         (2, {"contacts": [20]}, r"contacts=\[20\]: expected \[contacts, constraint rows\]"),

@@ -6,7 +6,7 @@ spec = halfcheetah.describe(num_envs=128, device="cpu")
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -42,10 +42,12 @@ class MujocoSettings:
         engine: ``batch`` (MuJoCo's C threads), ``warp`` (MuJoCo Warp), or ``auto``: Warp on CUDA if it is installed.
         stagger: start the first episodes at random points of the time limit, so that not all end on the same step.
         contacts: the most contacts and constraint rows of one simulation, (N, N), for Warp's buffers; None: the task's.
-        contact_forces: false: observe only positions and velocities; for tasks with a ``joints`` variant.
+        contact_forces: false: observe positions and velocities, and leave contact forces out of the reward; for tasks
+            with a ``joints`` variant.
         action_scale: for velocity tasks: factor on how far an action of 1 moves a servo's target, relative to the
             original task; or ``limits``: as far as the joint's limit. None: the task's.
-        legacy: for Unitree's robots: the earlier reward, commands and ends of episodes.
+        legacy: as in version 0.2, to repeat its figures: the reward, commands and ends of episodes of Unitree's robots,
+            Ant's longer physics steps, contact forces in the reward of ``contact_forces=False``.
     """
 
     threads: int = 0
@@ -73,7 +75,7 @@ class Maker:
 
     task: type[Task]
     joints: type[Task] | None = None  # variant that observes only positions and velocities
-    legacy: type[Task] | None = None  # variant with the earlier reward
+    legacy: Mapping[type[Task], type[Task]] = field(default_factory=dict)  # variants as they were before
 
     @takes(MujocoSettings)
     def __call__(self, num_envs: int = 64, device: str | torch.device = "cpu", **keywords: Any) -> MujocoVec:
@@ -86,18 +88,17 @@ class Maker:
         return describe(self.variant(settings), num_envs, torch.device(device), _options(num_envs, settings))
 
     def variant(self, settings: MujocoSettings) -> type[Task]:
-        """Return the task class with or without contact forces in its observation, with the earlier reward or
-        today's, and with ``action_scale``."""
+        """Return the task class with or without contact forces, as before or as today, with ``action_scale``."""
         chosen = self.task
-        variants = (("contact_forces", True, self.joints, "joints"), ("legacy", False, self.legacy, "legacy"))
-        for name, usual, variant, field in variants:
+        for name, usual, kind in (("contact_forces", True, "joints"), ("legacy", False, "legacy")):
             value = getattr(settings, name)
             if not isinstance(value, bool):
                 raise ConfigError(name, value, "true or false")
             if value is usual:
                 continue
+            variant = self.joints if kind == "joints" else self.legacy.get(chosen)
             if variant is None:
-                others = ", ".join(task for task, maker in TASKS.items() if getattr(maker, field))
+                others = ", ".join(task for task, maker in TASKS.items() if getattr(maker, kind))
                 raise ConfigError(name, value, f"{str(usual).lower()}: only {others} have both forms")
             chosen = variant
         return scaled(chosen, settings.action_scale)
@@ -148,8 +149,13 @@ def _whole(value: Any, least: int) -> bool:
 halfcheetah = Maker(locomotion.HalfCheetah)
 hopper = Maker(locomotion.Hopper)
 walker2d = Maker(locomotion.Walker2d)
-ant = Maker(locomotion.Ant, locomotion.AntJoints)
-humanoid = Maker(locomotion.Humanoid, locomotion.HumanoidJoints)
+OLD_ANTS: Mapping[type[Task], type[Task]] = {
+    locomotion.Ant: locomotion.AntLegacy,
+    locomotion.AntJoints: locomotion.AntJointsLegacy,
+}
+ant = Maker(locomotion.Ant, locomotion.AntJoints, OLD_ANTS)
+OLD_HUMANOIDS: Mapping[type[Task], type[Task]] = {locomotion.HumanoidJoints: locomotion.HumanoidJointsLegacy}
+humanoid = Maker(locomotion.Humanoid, locomotion.HumanoidJoints, OLD_HUMANOIDS)
 humanoidstandup = Maker(locomotion.HumanoidStandup, locomotion.HumanoidStandupJoints)
 swimmer = Maker(locomotion.Swimmer)
 reacher = Maker(control.Reacher)
@@ -161,8 +167,8 @@ isaac_humanoid = Maker(isaac_humanoids.IsaacHumanoid)
 anymal = Maker(anymals.Anymal)
 ballbalance = Maker(ball.BallBalance)
 ballbalance_pixels = Maker(ball.BallBalancePixels)
-go1_velocity = Maker(unitree.Go1, legacy=unitree.Go1Legacy)
-g1_velocity = Maker(unitree.G1, legacy=unitree.G1Legacy)
+go1_velocity = Maker(unitree.Go1, legacy={unitree.Go1: unitree.Go1Legacy})
+g1_velocity = Maker(unitree.G1, legacy={unitree.G1: unitree.G1Legacy})
 shadow_hand = Maker(shadow_hands.ShadowHand)
 shadow_hand_full = Maker(shadow_hands.ShadowHandFull)
 shadow_hand_full_no_vel = Maker(shadow_hands.ShadowHandFullNoVel)

@@ -57,7 +57,7 @@ def make_engine(
     if choose(options.engine, device) == "warp":
         from pql.envs.mujoco.warp import WarpEngine
 
-        need = options.contacts or task.contacts or measure(model, task.frame_skip)
+        need = options.contacts or task.contacts or measure(model, round(task.dt / model.opt.timestep))
         return WarpEngine(model, num_envs, device, task.outputs, parameters, need)
     if device.type == "cuda" and options.engine == "auto":
         message = "physics runs on the CPU: for MuJoCo on this GPU, "

@@ -18,7 +18,7 @@ from pql.envs.mujoco.engine import Engine, Masked, Rows, Taken
 from pql.envs.mujoco.engines import EngineOptions, choose, make_engine
 from pql.envs.mujoco.mirror import reflected
 from pql.envs.mujoco.randomize import Randomize, Randomizer
-from pql.envs.mujoco.task import Draw, Memory, Robot, Task, check_model, load_model
+from pql.envs.mujoco.task import Draw, Memory, Robot, Task, check_model, load_model, physics_steps
 from pql.types import Obs, Step
 
 if TYPE_CHECKING:
@@ -56,7 +56,8 @@ def describe(task: type[Task], num_envs: int, device: torch.device, options: Opt
         final_obs="on_done",
         log=log,
         deterministic=not (warp and device.type == "cuda"),
-        info={"dt": task.dt, "frame_skip": task.frame_skip, "model": check_model(task, options.model)}
+        info={"dt": task.dt, "frame_skip": physics_steps(task, options.model)}
+        | {"model": check_model(task, options.model)}
         | {"truncates_at_limit": task.expired is Task.expired}
         | {k: v for k, v in known.items() if v is not None},
     )
@@ -106,6 +107,7 @@ class MujocoVec:
         self.task = task(robot)
         self._generator = torch.Generator(there)
         self._draw = Draw(self._generator, dtype)
+        self._physics_steps = self.spec.info["frame_skip"]
         self._limit = self.spec.max_episode_steps or task.time_limit
         self._stagger = options.stagger
         self._levels = Levels(options.curriculum, num_envs, self._limit, there)
@@ -150,7 +152,7 @@ class MujocoVec:
     @_one_thread()
     def prepare(self) -> None:
         """Compile and capture what steps and resets launch, on a GPU. See ``Preparable.prepare``."""
-        self.engine.prepare(self.task.frame_skip)
+        self.engine.prepare(self._physics_steps)
         if self.capturable and not self._fixed:  # a step can be captured before the first reset
             drawn = self._generator.get_state()
             self._restart(self.engine.rows(self._yes))
@@ -191,7 +193,7 @@ class MujocoVec:
         unit = action.to(engine.device, engine.dtype).clamp(-1.0, 1.0)
         if self._randomizer:
             self._randomizer.push(self._levels.level)
-        engine.step(task.control(unit, engine.fields, memory), task.frame_skip)
+        engine.step(task.control(unit, engine.fields, memory), self._physics_steps)
         self._steps += 1
 
         fields = {**engine.fields, **task.derive(engine.fields)}

@@ -16,7 +16,7 @@ from pql.envs.mujoco.suite import GymTask, ctrl_cost, finite, measure_contacts
 from pql.envs.mujoco.task import Memory, Robot, Verdict
 from pql.types import Obs
 
-NO_FORCES = "its reward counts cfrc_ext, which batched stepping does not compute with the shipped RK4 integrator"
+NO_FORCES = "batched stepping computes no cfrc_ext with RK4 (or shipped with contact_forces=false, which needs none)"
 
 
 class Runner(GymTask):
@@ -37,7 +37,10 @@ class Runner(GymTask):
 
 
 class Joints(GymTask):
-    """Observes positions, except those along the ground, and velocities."""
+    """Observes positions, except those along the ground, and velocities. Nothing reads contact forces, so the shipped
+    model can be used; rewards leave them out, as Gymnasium's ``-v4`` classes and EnvPool do."""
+
+    refused = ""
 
     def observe(self, fields: Fields, memory: Memory) -> Obs:
         return {"policy": torch.cat((fields["qpos"][:, 2:], fields["qvel"]), 1)}
@@ -120,20 +123,23 @@ def free_body(joints: Reflection) -> Reflection:
 
 
 class Ant(Runner):
-    """Uses Euler integration because of ``refused`` (it is also 4 times faster), and elliptic friction cones: with
-    pyramidal ones, engines that orient a contact's tangents differently diverge from each other."""
+    """The fast model has half the time step: with Euler's method at the shipped one Ant falls more easily, and learns
+    half as fast (docs/results/ablations.md). Its friction cones are elliptic: with pyramidal ones, engines that orient
+    a contact's tangents differently diverge from each other."""
 
     name, xml, contacts = "ant", "ant.xml", (5, 18)
     model, refused = "fast", NO_FORCES
+    split = 2
     frame_skip, dt = 5, 0.05
     obs_size, action_size = 105, 8
-    terms = ("reward_forward", "reward_ctrl", "reward_contact", "reward_survive")
+    terms: ClassVar[tuple[str, ...]] = ("reward_forward", "reward_ctrl", "reward_contact", "reward_survive")
     noise, normal_velocity = 0.1, True
-    outputs = ("xpos", "cfrc_ext")
+    outputs: ClassVar[tuple[str, ...]] = ("xpos", "cfrc_ext")
 
     @classmethod
     def edit(cls, spec: mujoco.MjSpec) -> None:
-        measure_contacts(spec)
+        if "cfrc_ext" in cls.outputs:
+            measure_contacts(spec)
 
     @staticmethod
     def hinges(*legs: int) -> Reflection:
@@ -165,24 +171,39 @@ class Ant(Runner):
 
     def judge(self, fields: Fields, memory: Memory) -> Verdict:
         gained, healthy = self.gained(fields, memory), self.healthy(fields)
-        forces = fields["cfrc_ext"].flatten(1).clamp(-1.0, 1.0)
         terms = {
             "reward_forward": gained / self.dt,
             "reward_ctrl": ctrl_cost(fields, 0.5),
-            "reward_contact": forces.square_().sum(1).mul_(-5e-4),
             "reward_survive": healthy.to(gained),
         }
+        if "cfrc_ext" in self.outputs:
+            forces = fields["cfrc_ext"].flatten(1).clamp(-1.0, 1.0)
+            terms["reward_contact"] = forces.square_().sum(1).mul_(-5e-4)
         return Verdict(terms, ~healthy, {"distance": gained})
 
 
 class AntJoints(Joints, Ant):
-    """``AntEnv(include_cfrc_ext_in_observation=False)``. Its reward still counts contact forces."""
+    """``AntEnv(include_cfrc_ext_in_observation=False, contact_cost_weight=0)``."""
 
     obs_size = 27
+    terms: ClassVar[tuple[str, ...]] = ("reward_forward", "reward_ctrl", "reward_survive")
+    outputs: ClassVar[tuple[str, ...]] = ("xpos",)
 
     @classmethod
     def symmetry(cls) -> dict[str, Reflection]:
         return {**super().symmetry(), "policy": free_body(cls.hinges())}
+
+
+class AntLegacy(Ant):
+    """As in version 0.2: physics steps as long as the shipped model's."""
+
+    split = 1
+
+
+class AntJointsLegacy(AntJoints):
+    """As in version 0.2: physics steps as long as the shipped model's, and a reward that counts contact forces."""
+
+    terms, outputs, refused, split = Ant.terms, Ant.outputs, Ant.refused, 1
 
 
 def _body_observe(fields: Fields) -> Obs:
@@ -213,7 +234,7 @@ class Humanoid(Runner):
     model, refused = "fast", NO_FORCES
     frame_skip, dt = 5, 0.015
     obs_size, action_size, ctrl_limit = 348, 17, 0.4
-    terms = ("reward_survive", "reward_forward", "reward_ctrl", "reward_contact")
+    terms: ClassVar[tuple[str, ...]] = ("reward_survive", "reward_forward", "reward_ctrl", "reward_contact")
     noise = 0.01
     outputs: ClassVar[tuple[str, ...]] = ("xipos", "cinert", "cvel", "qfrc_actuator", "cfrc_ext")
 
@@ -224,7 +245,8 @@ class Humanoid(Runner):
 
     @classmethod
     def edit(cls, spec: mujoco.MjSpec) -> None:
-        measure_contacts(spec)
+        if "cfrc_ext" in cls.outputs:
+            measure_contacts(spec)
 
     def position(self, fields: Fields) -> Tensor:
         return (fields["xipos"][:, :, 0] * self._share).sum(1)  # the centre of mass
@@ -239,15 +261,18 @@ class Humanoid(Runner):
             "reward_survive": healthy.to(gained) * 5.0,
             "reward_forward": gained * (1.25 / self.dt),
             "reward_ctrl": ctrl_cost(fields, 0.1),
-            "reward_contact": _impact(fields),
         }
+        if "cfrc_ext" in self.outputs:
+            terms["reward_contact"] = _impact(fields)
         return Verdict(terms, ~healthy, {"distance": gained})
 
 
 class HumanoidJoints(Joints, Humanoid):
-    """``HumanoidEnv`` without cinert, cvel, qfrc_actuator and cfrc_ext. Its reward still counts contact forces."""
+    """``HumanoidEnv`` without cinert, cvel, qfrc_actuator and cfrc_ext, and with ``contact_cost_weight=0``."""
 
     obs_size = 45
+    terms: ClassVar[tuple[str, ...]] = ("reward_survive", "reward_forward", "reward_ctrl")
+    outputs: ClassVar[tuple[str, ...]] = ("xipos",)
 
     @classmethod
     def symmetry(cls) -> dict[str, Reflection]:
@@ -256,7 +281,11 @@ class HumanoidJoints(Joints, Humanoid):
     def coordinates(self) -> tuple[Reflection, Reflection]:
         return floating(human(*ABDOMEN))
 
-    outputs = ("xipos", "cfrc_ext")
+
+class HumanoidJointsLegacy(HumanoidJoints):
+    """As in version 0.2: the reward counts contact forces."""
+
+    terms, outputs, refused = Humanoid.terms, ("xipos", "cfrc_ext"), Humanoid.refused
 
 
 class HumanoidStandup(GymTask):
@@ -267,13 +296,14 @@ class HumanoidStandup(GymTask):
     model, refused = "fast", NO_FORCES
     frame_skip, dt = 5, 0.015
     obs_size, action_size, ctrl_limit = 348, 17, 0.4
-    terms = ("reward_linup", "reward_quadctrl", "reward_impact", "reward_alive")
+    terms: ClassVar[tuple[str, ...]] = ("reward_linup", "reward_quadctrl", "reward_impact", "reward_alive")
     noise = 0.01
     outputs: ClassVar[tuple[str, ...]] = ("cinert", "cvel", "qfrc_actuator", "cfrc_ext")
 
     @classmethod
     def edit(cls, spec: mujoco.MjSpec) -> None:
-        measure_contacts(spec)
+        if "cfrc_ext" in cls.outputs:
+            measure_contacts(spec)
 
     def observe(self, fields: Fields, memory: Memory) -> Obs:
         return _body_observe(fields)
@@ -283,17 +313,18 @@ class HumanoidStandup(GymTask):
         terms = {
             "reward_linup": height / self.robot.model.opt.timestep,
             "reward_quadctrl": ctrl_cost(fields, 0.1),
-            "reward_impact": _impact(fields),
             "reward_alive": torch.ones_like(height),
         }
+        if "cfrc_ext" in self.outputs:
+            terms["reward_impact"] = _impact(fields)
         return Verdict(terms)
 
 
 class HumanoidStandupJoints(Joints, HumanoidStandup):
-    """``HumanoidStandupEnv`` with the observations of :class:`HumanoidJoints`."""
+    """``HumanoidStandupEnv`` with the observations of :class:`HumanoidJoints` and ``impact_cost_weight=0``."""
 
     obs_size = 45
-    outputs = ("cfrc_ext",)
+    terms, outputs = ("reward_linup", "reward_quadctrl", "reward_alive"), ()
 
 
 class Swimmer(Joints, Runner):

@@ -113,7 +113,7 @@ class Task:
     """One robot and its task: rewards, observations, episode memory. See the module docstring.
 
     Attributes:
-        frame_skip: physics steps per env step; ``dt`` is the env step in seconds.
+        frame_skip: physics steps of the shipped model per env step; ``dt`` is the env step in seconds.
         terms: names of the reward terms, in the order of the log; ``metrics``: names of the other logged numbers.
         time_limit: default time limit in env steps.
         outputs: derived fields that the functions read.
@@ -121,6 +121,7 @@ class Task:
         model: the default of ``MODELS``.
         refused: why the shipped model cannot be used; empty if it can.
         integrator: integrator of the fast model.
+        split: its physics steps for each of the shipped model, where a one-stage integrator needs shorter ones.
         impratio: MuJoCo's option of that name for the fast model, with elliptic cones: stiffness of friction relative
             to that of normal contact; None: as in the file.
         contacts: the most contacts and constraint rows that C needed for one simulation, on any of the models, for an
@@ -140,6 +141,7 @@ class Task:
     model: ClassVar[str] = "shipped"
     refused: ClassVar[str] = ""
     integrator: ClassVar[mujoco.mjtIntegrator] = mujoco.mjtIntegrator.mjINT_EULER
+    split: ClassVar[int] = 1
     impratio: ClassVar[float | None] = None
     contacts: ClassVar[tuple[int, int] | None] = None
 
@@ -246,6 +248,11 @@ def check_model(task: type[Task], model: str | None) -> str:
     return chosen
 
 
+def physics_steps(task: type[Task], model: str | None = None) -> int:
+    """Return the physics steps of an env step with the setting ``model``."""
+    return task.frame_skip * (task.split if check_model(task, model) == "fast" else 1)
+
+
 def load_spec(task: type[Task], model: str | None = None) -> mujoco.MjSpec:
     """Return the task's model, edited, before compilation. MuJoCo's silent restart of diverged simulations is switched
     off: it would put a start state in the middle of an episode, with a reward for the jump to it."""
@@ -256,6 +263,7 @@ def load_spec(task: type[Task], model: str | None = None) -> mujoco.MjSpec:
         spec.option.integrator = task.integrator
         spec.option.solver = mujoco.mjtSolver.mjSOL_NEWTON
         spec.option.cone = mujoco.mjtCone.mjCONE_ELLIPTIC
+        spec.option.timestep /= task.split
         if task.impratio is not None:
             spec.option.impratio = task.impratio
     task.edit(spec)
