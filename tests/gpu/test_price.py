@@ -35,7 +35,7 @@ def test_updates_cost_what_was_measured(kernels, hidden, batch, critic, policy):
 
 def test_ticks_take_what_was_measured():
     assert tick_seconds(settings(WIDE, 8192), 5, 1, COSTS["first"]) == pytest.approx(19.1e-3, rel=0.1)
-    ppo = {"task.name": "ant", "num_envs": 4096}
+    ppo = {"task.name": "ant", "task.kwargs.legacy": True, "num_envs": 4096}
     assert seconds_of({"steps/env": 558_000}, ppo, (27, 8), COSTS["first"]) == pytest.approx(1.0, rel=0.01)
 
 
