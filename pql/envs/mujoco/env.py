@@ -57,8 +57,7 @@ def describe(task: type[Task], num_envs: int, device: torch.device, options: Opt
         log=log,
         deterministic=not (warp and device.type == "cuda"),
         info={"dt": task.dt, "frame_skip": physics_steps(task, options.model)}
-        | {"model": check_model(task, options.model)}
-        | {"truncates_at_limit": task.expired is Task.expired}
+        | {"model": check_model(task, options.model), "truncates_at_limit": task.expired is Task.expired}
         | {k: v for k, v in known.items() if v is not None},
     )
 
@@ -107,7 +106,6 @@ class MujocoVec:
         self.task = task(robot)
         self._generator = torch.Generator(there)
         self._draw = Draw(self._generator, dtype)
-        self._physics_steps = self.spec.info["frame_skip"]
         self._limit = self.spec.max_episode_steps or task.time_limit
         self._stagger = options.stagger
         self._levels = Levels(options.curriculum, num_envs, self._limit, there)
@@ -152,7 +150,7 @@ class MujocoVec:
     @_one_thread()
     def prepare(self) -> None:
         """Compile and capture what steps and resets launch, on a GPU. See ``Preparable.prepare``."""
-        self.engine.prepare(self._physics_steps)
+        self.engine.prepare(self.spec.info["frame_skip"])
         if self.capturable and not self._fixed:  # a step can be captured before the first reset
             drawn = self._generator.get_state()
             self._restart(self.engine.rows(self._yes))
@@ -193,7 +191,7 @@ class MujocoVec:
         unit = action.to(engine.device, engine.dtype).clamp(-1.0, 1.0)
         if self._randomizer:
             self._randomizer.push(self._levels.level)
-        engine.step(task.control(unit, engine.fields, memory), self._physics_steps)
+        engine.step(task.control(unit, engine.fields, memory), self.spec.info["frame_skip"])
         self._steps += 1
 
         fields = {**engine.fields, **task.derive(engine.fields)}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pql.contract.symmetry import AXIAL, POLAR, QUATERNION, SCALAR, Reflection, by_names, floating, side_by_side
 from pql.envs.mujoco.engine import Fields
-from pql.envs.mujoco.suite import GymTask, ctrl_cost, finite, measure_contacts
+from pql.envs.mujoco.suite import GymTask, ctrl_cost, finite
 from pql.envs.mujoco.task import Memory, Robot, Verdict
 from pql.types import Obs
 
@@ -136,11 +136,6 @@ class Ant(Runner):
     noise, normal_velocity = 0.1, True
     outputs: ClassVar[tuple[str, ...]] = ("xpos", "cfrc_ext")
 
-    @classmethod
-    def edit(cls, spec: mujoco.MjSpec) -> None:
-        if "cfrc_ext" in cls.outputs:
-            measure_contacts(spec)
-
     @staticmethod
     def hinges(*legs: int) -> Reflection:
         """Return the reflection of hips and ankles of ``legs``, numbered as in the model; default: in its order."""
@@ -243,11 +238,6 @@ class Humanoid(Runner):
         mass = robot.tensor(robot.model.body_mass)
         self._share = mass / mass.sum()  # the nominal model's, also where masses are randomised
 
-    @classmethod
-    def edit(cls, spec: mujoco.MjSpec) -> None:
-        if "cfrc_ext" in cls.outputs:
-            measure_contacts(spec)
-
     def position(self, fields: Fields) -> Tensor:
         return (fields["xipos"][:, :, 0] * self._share).sum(1)  # the centre of mass
 
@@ -299,11 +289,6 @@ class HumanoidStandup(GymTask):
     terms: ClassVar[tuple[str, ...]] = ("reward_linup", "reward_quadctrl", "reward_impact", "reward_alive")
     noise = 0.01
     outputs: ClassVar[tuple[str, ...]] = ("cinert", "cvel", "qfrc_actuator", "cfrc_ext")
-
-    @classmethod
-    def edit(cls, spec: mujoco.MjSpec) -> None:
-        if "cfrc_ext" in cls.outputs:
-            measure_contacts(spec)
 
     def observe(self, fields: Fields, memory: Memory) -> Obs:
         return _body_observe(fields)

@@ -41,19 +41,20 @@ class GymTask(Task):
     def source(cls) -> mujoco.MjSpec:
         return mujoco.MjSpec.from_file(str(ASSETS / cls.xml))
 
+    @classmethod
+    def edit(cls, spec: mujoco.MjSpec) -> None:
+        """Make ``cfrc_ext`` computable: contact forces are computed only for models with a sensor that needs them."""
+        if "cfrc_ext" in cls.outputs:
+            spec.body("torso").add_site(name="torso_imu")
+            site = {"objtype": mujoco.mjtObj.mjOBJ_SITE, "objname": "torso_imu"}
+            spec.add_sensor(name="torso_accel", type=mujoco.mjtSensor.mjSENS_ACCELEROMETER, **site)
+
     def start(self, count: int, draw: Draw) -> Start:
         robot, noise = self.robot, self.noise
         qpos = robot.qpos0 + draw.uniform(-noise, noise, count, len(robot.qpos0))
         shape = (count, len(robot.qvel0))
         qvel = draw.normal(noise, *shape) if self.normal_velocity else draw.uniform(-noise, noise, *shape)
         return Start(qpos, qvel)
-
-
-def measure_contacts(spec: mujoco.MjSpec) -> None:
-    """Make ``cfrc_ext`` computable: contact forces are computed only for models with a sensor that needs them."""
-    spec.body("torso").add_site(name="torso_imu")
-    site = {"objtype": mujoco.mjtObj.mjOBJ_SITE, "objname": "torso_imu"}
-    spec.add_sensor(name="torso_accel", type=mujoco.mjtSensor.mjSENS_ACCELEROMETER, **site)
 
 
 def finite(fields: Fields) -> Tensor:
