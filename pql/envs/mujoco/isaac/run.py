@@ -58,7 +58,7 @@ class Runner(Task):
     def start(self, count: int, draw: Draw) -> Start:
         joints = len(self.rest)
         qpos, qvel = self.robot.qpos0.repeat(count, 1), self.robot.qvel0.repeat(count, 1)
-        qpos[:, 2] = self.height
+        qpos[:, 2].fill_(self.height)
         qpos[:, 7:] = (self.rest + draw.uniform(-0.2, 0.2, count, joints)).clamp(self.low, self.high)
         qvel[:, 6:] = draw.uniform(-0.1, 0.1, count, joints)
         return Start(qpos, qvel)
