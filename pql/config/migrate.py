@@ -16,6 +16,17 @@ OWN = {**{name: (name,) for name in ("sac", "ppo", "impala", "dqn", "pqn")}, "r2
 COMMON = {"name", "family", "schedule", "gamma", "warmup_steps", "normalize_obs", "reward_scale", "normalize_reward"}
 """Settings of every algorithm in every release: a config that has all of them was stored as a whole."""
 
+REDEFINED = ("ant", "humanoid", "humanoidstandup", "go1_velocity", "g1_velocity")
+"""Tasks of which version 0.2.0 had another form, now ``task.kwargs.legacy=true``."""
+
+
+def as_trained(data: dict[str, Any], release: str) -> dict[str, Any]:
+    """Return a stored config with its task in the form that it had in ``release``; empty: stored before 0.2.0."""
+    task, old = data.get("task"), not release or release.startswith(("0.1.", "0.2."))
+    if not old or not isinstance(task, Mapping) or task.get("name") not in REDEFINED:
+        return data
+    return {**data, "task": {**task, "kwargs": {"legacy": True, **(task.get("kwargs") or {})}}}
+
 
 def migrated(data: Any) -> Any:
     """Return ``data`` reduced to the chosen algorithm's settings if it has those of all (up to version 0.1.0). Raises

@@ -18,6 +18,7 @@ from pql.algos.registry import make_policy
 from pql.config import Config, PlacementConfig, from_dict, leaves
 from pql.config.fields import reads, settings
 from pql.config.files import expanded
+from pql.config.migrate import as_trained
 from pql.config.trust import NETWORKS, check_links, check_networks, check_task
 from pql.contract.env import EnvSpec, VecEnv
 from pql.contract.optional import set_stage
@@ -158,9 +159,8 @@ def _open(path: str | Path, device: str | torch.device, trust: bool) -> Stored:
         exported = ExportedPolicy(file, device, trust)
         about = exported.metadata
         algo = {"name": about["algorithm"], "family": about["family"]}
-        return Stored(
-            file, exported, from_dict({"task": about["task"], "algo": algo, "placement": {"matmul": "exact"}})
-        )
+        kept = {"task": about["task"], "algo": algo, "placement": {"matmul": "exact"}}
+        return Stored(file, exported, from_dict(as_trained(kept, about.get("release", ""))))
     tensors, manifest, found = checkpoint.find(file, POLICIES)
     config = from_dict(manifest["config"])
     policy = policy_of(tensors, manifest, device, trust or started_here(checkpoint.home(found), config))

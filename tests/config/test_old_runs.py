@@ -6,20 +6,29 @@ of format 2; ``format1`` is an earlier run.
 
 import json
 import shutil
+import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from run_files import points, rows
 from sampling import sample
 
 import pql
 from pql.cli.main import main
 from pql.config import leaves
+from pql.config.migrate import as_trained
 from pql.data.replay import converted
+from pql.envs.mujoco import Maker
+from pql.errors import PqlWarning
+from pql.run.export import writer
+from pql.run.policy import open_stored
 from pql.run.resume import resume_config
 from pql.run.session import Session
-from pql.run.store import checkpoint
+from pql.run.store import checkpoint, manifest
+from pql.run.store import run_dir as rundir
 from pql.run.store.run_dir import run_settings
 
 RUNS = Path(__file__).parents[1] / "old_runs"
@@ -95,3 +104,43 @@ def test_old_settings_are_migrated(tmp_path):
     algo = {k: v for k, v in leaves(from_dict(run_settings(RUNS / "ppo"))) if k.startswith("algo.")}
     assert (algo["algo.family"], algo["algo.horizon"], algo["algo.vtrace.enabled"]) == ("ppo", 8, True)
     assert not any(k.startswith(("algo.ppo.", "algo.dqn.", "algo.explore.")) for k in algo)
+
+
+@pytest.mark.fault(15)
+def test_a_run_of_a_task_that_was_redefined_goes_on_in_its_former_form(tmp_path, monkeypatch):
+    """Stored by version 0.2.0, whose Ant was another task and had no setting ``legacy``."""
+    words = ["task=ant", "task.kwargs.contact_forces=false", "algo=pql2", "scale=cpu", "device=cpu", "num_envs=2"]
+    words += ["budget.seconds=null", "algo.warmup_steps=2", "eval.num_envs=1", "eval.max_steps=5", "seed=1"]
+    folder = tmp_path / "run"
+    with monkeypatch.context() as old:
+        for module in (manifest, rundir, writer):
+            old.setattr(module, "__version__", "0.2.0")
+        now = Maker.variant
+        old.setattr(Maker, "variant", lambda self, settings: now(self, replace(settings, legacy=True)))
+        pql.train(*words, f"run_dir={folder}", "budget.env_steps=20")
+        pql.export_policy(folder, formats=["pt2"])
+    about = json.loads((folder / "env.json").read_text())
+    del about["release"]  # which that version did not write
+    (folder / "env.json").write_text(json.dumps(about))
+
+    assert run_settings(folder)["task"]["kwargs"] == {"contact_forces": False, "legacy": True}
+    assert rundir.read_config(folder)["task"] == run_settings(folder)["task"]
+    for file in (folder, folder / "export" / "policy.pt2"):
+        assert "reward_contact" in open_stored(file, trust=True).make_env(1).spec.log
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PqlWarning)
+        pql.resume(str(folder), "budget.env_steps=40")
+    assert yaml.safe_load((folder / "config.yaml").read_text())["task"]["kwargs"]["legacy"] is True
+    stored = checkpoint.load(points(folder)[-1], ("resume",))[1]
+    assert (stored["release"], stored["config"]["task"]["kwargs"]["legacy"]) == (pql.__version__, True)
+
+
+def test_only_redefined_tasks_of_earlier_releases_are_changed():
+    ant, hopper = ({"task": {"name": name, "kwargs": {}}} for name in ("ant", "hopper"))
+    for release in ("", "0.1.0", "0.2.0"):
+        assert as_trained(ant, release) == {"task": {"name": "ant", "kwargs": {"legacy": True}}}
+        assert as_trained(hopper, release) is hopper
+    chosen = {"task": {"name": "ant", "kwargs": {"legacy": False}}}
+    assert as_trained(chosen, "0.2.0") == chosen
+    for release in (pql.__version__, "0.3.0", "1.0.0"):
+        assert as_trained(ant, release) is ant

@@ -154,8 +154,15 @@ def test_the_form_of_version_0_2_stays() -> None:
             ref.model, ref.frame_skip, ref.data = env.model, steps, mujoco.MjData(env.model)
         compare(env, refs, 25)
     assert build("ant", 2, legacy=True).spec.info["frame_skip"] == 5
-    with pytest.raises(ConfigError, match="legacy=true: expected false: only ant, humanoid, go1_velocity, g1_veloc"):
-        build("humanoid", 2, legacy=True)
+    for name in ("humanoid", "humanoidstandup"):  # which was the same with contact forces
+        assert robots.TASKS[name].describe(2, legacy=True) == robots.TASKS[name].describe(2)
+    assert "reward_impact" in robots.TASKS["humanoidstandup"].describe(2, legacy=True, contact_forces=False).log
+    for name in ("ant", "humanoid", "humanoidstandup"):
+        with pytest.raises(ConfigError, match="model=shipped: expected fast: with legacy=true rewards count cfrc_ext"):
+            robots.TASKS[name].describe(2, legacy=True, contact_forces=False, model="shipped")
+    named = "ant, humanoid, humanoidstandup, go1_velocity, g1_velocity"
+    with pytest.raises(ConfigError, match=f"legacy=true: expected false: only {named} have both forms"):
+        build("hopper", 2, legacy=True)
 
 
 def test_the_fast_ant_takes_shorter_steps_for_the_same_time() -> None:
@@ -453,7 +460,7 @@ def test_mujoco_does_not_restart_a_diverged_simulation_by_itself() -> None:
         env = build(name, 2)
         env.reset(seed=0)
         env.engine.fields["qvel"][1, 0] = float("nan")
-        env.engine.step(torch.zeros(2, env.task.action_size), env.task.frame_skip)
+        env.engine.step(torch.zeros(2, env.task.action_size), env.spec.info["frame_skip"])
         assert env.engine.diverged().tolist() == [False, True]
 
 
@@ -567,11 +574,12 @@ def test_the_model_is_a_setting_of_the_task() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [*map(task, (*NAMES, "isaac_ant", "isaac_humanoid", *ROBOT_OF))],
+    [*map(task, (*NAMES, "isaac_ant", "isaac_humanoid", *ROBOT_OF)), "shipped ant"],
 )
 def test_capacities_cover_what_c_needs(name: str) -> None:
-    env = build(name, 1)
-    contacts, constraints = measure(env.model, env.task.frame_skip, 400, seed=7)
+    shipped = {"contact_forces": False, "model": "shipped"} if name.startswith("shipped") else {}
+    env = build(name.removeprefix("shipped "), 1, **shipped)
+    contacts, constraints = measure(env.model, env.spec.info["frame_skip"], 400, seed=7)
     assert env.task.contacts is not None
     assert contacts <= env.task.contacts[0]
     assert constraints <= env.task.contacts[1]

@@ -205,7 +205,11 @@ def test_the_legacy_form_repeats_its_bits(name: str) -> None:
 
 def test_legacy_is_refused_where_there_is_none() -> None:
     for name, value, named in (
-        ("anymal", True, "legacy=true: expected false: only ant, humanoid, go1_velocity, g1_velocity have"),
+        (
+            "anymal",
+            True,
+            "legacy=true: expected false: only ant, humanoid, humanoidstandup, go1_velocity, g1_velocity have",
+        ),
         ("go1_velocity", 1, "legacy=1: expected true or false"),
     ):
         for made in (TASK_MAKERS[name], TASK_MAKERS[name].describe):

@@ -5,6 +5,7 @@ import json
 import pytest
 import yaml
 
+from pql.reports.runs import flat
 from tools.gpu import price
 from tools.gpu.price import COSTS, seconds_of, tick_seconds, update_us
 
@@ -35,7 +36,7 @@ def test_updates_cost_what_was_measured(kernels, hidden, batch, critic, policy):
 
 def test_ticks_take_what_was_measured():
     assert tick_seconds(settings(WIDE, 8192), 5, 1, COSTS["first"]) == pytest.approx(19.1e-3, rel=0.1)
-    ppo = {"task.name": "ant", "task.kwargs.legacy": True, "num_envs": 4096}
+    ppo = dict(flat({"task": {"name": "ant", "kwargs": {"legacy": True}}, "num_envs": 4096}))
     assert seconds_of({"steps/env": 558_000}, ppo, (27, 8), COSTS["first"]) == pytest.approx(1.0, rel=0.01)
 
 
@@ -45,6 +46,7 @@ def test_runs_without_a_price_are_refused(tmp_path, monkeypatch, capsys):
     for written, said in (
         ({"task": {"name": "pendulum"}, "num_envs": 8}, "task=pendulum: expected one whose speed is known here: ant,"),
         ({"task": {"name": "ant"}, "algo": {"name": "dqn", "v_per_step": 1}}, "algo=dqn: expected an actor-critic"),
+        ({"task": {"name": "ant", "kwargs": {"model": "shipped"}}}, "task.kwargs.model=shipped: expected none: speeds"),
     ):
         (tmp_path / "config.yaml").write_text(yaml.safe_dump(written))
         with pytest.raises(SystemExit):

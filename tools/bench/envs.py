@@ -24,7 +24,7 @@ from mujoco.batch import Batch
 from pql.contract.env import make_env
 from pql.envs.mujoco import TASKS
 from pql.envs.mujoco.env import MujocoVec
-from pql.envs.mujoco.task import load_spec
+from pql.envs.mujoco.task import load_spec, physics_steps
 from pql.errors import ConfigError
 from tools.bench.common import Round, Row, alternate, compare, options, per_second, report, save
 
@@ -42,7 +42,7 @@ def fewer(steps: int, num_envs: int) -> int:
 
 def ours_and_bare(env: MujocoVec, threads: int, seconds: float) -> tuple[Round, Round]:
     """Return rounds of about ``seconds`` over one recorded trajectory: our environment's and bare MuJoCo's."""
-    n, skip = env.spec.num_envs, env.task.frame_skip
+    n, skip = env.spec.num_envs, env.spec.info["frame_skip"]
     actions = torch.rand(fewer(RECORDED, n), n, env.task.action_size) * 2 - 1
     env.reset(0)
     for _ in range(fewer(FIRST, n)):
@@ -92,7 +92,7 @@ def gymnasium_round(name: str, model: str, seconds: float, stack: ExitStack) -> 
         spec.compile()
         path = Path(f"{name}.xml").resolve()
         path.write_text(spec.to_xml())
-        kwargs["xml_file"] = str(path)
+        kwargs |= {"xml_file": str(path), "frame_skip": physics_steps(TASKS[name].task, model)}
     envs = gymnasium.make_vec(GYM_IDS[name], num_envs=8, vectorization_mode="sync", **kwargs)
     stack.callback(envs.close)
     envs.reset(seed=0)

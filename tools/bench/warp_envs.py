@@ -43,7 +43,7 @@ def case(name: str, num_envs: int, device: torch.device, args: argparse.Namespac
     action = torch.rand(num_envs, env.task.action_size, device=device) * 2 - 1
     ctrl = env.task.control(action, env.engine.fields, env._memory)
     step: Any = partial(env.step, action)
-    physics = partial(env.engine.step, ctrl, env.task.frame_skip)
+    physics = partial(env.engine.step, ctrl, env.spec.info["frame_skip"])
     bodies = {
         "captured": Graph(step, device, env.generators, env, Execution("auto", "auto"), "a step"),
         "launched": Graph(step, device, env.generators, env),

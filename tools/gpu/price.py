@@ -39,9 +39,9 @@ COSTS = {
     "goal": Cost(20, 10, 1.0, 69e6),  # 450 and 160 us
 }
 
-# Env steps per second with 4,096 environments. Measured on the H200: Ant (in a run, without contact forces), Humanoid,
-# HalfCheetah; swing-up from its 145 kernels; the others are HalfCheetah's, times the ratio of bare steps on a CPU core.
-# Ant had half as many physics steps then (task.kwargs.legacy=true), which took 4.2 ms of a step's 5.5.
+# Env steps per second with 4,096 environments. Measured on the H200: the former Ant (in a run, without contact forces),
+# Humanoid, HalfCheetah; swing-up from its 145 kernels; Ant's ten physics steps from the former five, which took 4.2 ms
+# of a step's 5.5; the others are HalfCheetah's, times the ratio of bare steps on a CPU core.
 STEPS = {"ant": 422e3, "legacy ant": 742e3, "humanoid": 561e3, "halfcheetah": 1535e3, "cartpole_swingup": 16e6}
 STEPS |= {"hopper": 770e3, "walker2d": 497e3, "go1_velocity": 497e3, "anymal": 514e3, "isaac_ant": 2015e3}
 STEPS |= {"ballbalance": 1319e3, "allegro_hand": 415e3, "shadow_hand": 190e3}
@@ -76,8 +76,10 @@ def update_us(settings: Mapping[str, Any], obs: int, actions: int, cost: Cost) -
 
 def steps_of(settings: Mapping[str, Any]) -> float:
     """Return the env steps per second of a run's task. Raises ``ConfigError``: it is not known."""
-    name = settings["task.name"]
-    if settings.get("task.kwargs.legacy") and f"legacy {name}" in STEPS:
+    name, kwargs = settings["task.name"], settings.get("task.kwargs") or {}
+    if kwargs.get("model"):
+        raise ConfigError("task.kwargs.model", kwargs["model"], "none: speeds are known of each task's default model")
+    if kwargs.get("legacy") and f"legacy {name}" in STEPS:
         name = f"legacy {name}"
     if name not in STEPS:
         raise ConfigError("task", name, f"one whose speed is known here: {', '.join(STEPS)}")

@@ -47,7 +47,8 @@ class MujocoSettings:
         action_scale: for velocity tasks: factor on how far an action of 1 moves a servo's target, relative to the
             original task; or ``limits``: as far as the joint's limit. None: the task's.
         legacy: as in version 0.2, to repeat its figures: the reward, commands and ends of episodes of Unitree's robots,
-            Ant's longer physics steps, contact forces in the reward of ``contact_forces=False``.
+            Ant's longer physics steps, contact forces in the reward of ``contact_forces=False``. Runs of that version
+            are resumed, evaluated and played with it.
     """
 
     threads: int = 0
@@ -75,7 +76,7 @@ class Maker:
 
     task: type[Task]
     joints: type[Task] | None = None  # variant that observes only positions and velocities
-    legacy: Mapping[type[Task], type[Task]] = field(default_factory=dict)  # variants as they were before
+    legacy: Mapping[type[Task], type[Task]] = field(default_factory=dict)  # those of them that were another task before
 
     @takes(MujocoSettings)
     def __call__(self, num_envs: int = 64, device: str | torch.device = "cpu", **keywords: Any) -> MujocoVec:
@@ -96,7 +97,7 @@ class Maker:
                 raise ConfigError(name, value, "true or false")
             if value is usual:
                 continue
-            variant = self.joints if kind == "joints" else self.legacy.get(chosen)
+            variant = self.joints if kind == "joints" else self.legacy.get(chosen, chosen if self.legacy else None)
             if variant is None:
                 others = ", ".join(task for task, maker in TASKS.items() if getattr(maker, kind))
                 raise ConfigError(name, value, f"{str(usual).lower()}: only {others} have both forms")
@@ -149,14 +150,19 @@ def _whole(value: Any, least: int) -> bool:
 halfcheetah = Maker(locomotion.HalfCheetah)
 hopper = Maker(locomotion.Hopper)
 walker2d = Maker(locomotion.Walker2d)
-OLD_ANTS: Mapping[type[Task], type[Task]] = {
-    locomotion.Ant: locomotion.AntLegacy,
-    locomotion.AntJoints: locomotion.AntJointsLegacy,
-}
-ant = Maker(locomotion.Ant, locomotion.AntJoints, OLD_ANTS)
-OLD_HUMANOIDS: Mapping[type[Task], type[Task]] = {locomotion.HumanoidJoints: locomotion.HumanoidJointsLegacy}
-humanoid = Maker(locomotion.Humanoid, locomotion.HumanoidJoints, OLD_HUMANOIDS)
-humanoidstandup = Maker(locomotion.HumanoidStandup, locomotion.HumanoidStandupJoints)
+ant = Maker(
+    locomotion.Ant,
+    locomotion.AntJoints,
+    {locomotion.Ant: locomotion.AntLegacy, locomotion.AntJoints: locomotion.AntJointsLegacy},
+)
+humanoid = Maker(
+    locomotion.Humanoid, locomotion.HumanoidJoints, {locomotion.HumanoidJoints: locomotion.HumanoidJointsLegacy}
+)
+humanoidstandup = Maker(
+    locomotion.HumanoidStandup,
+    locomotion.HumanoidStandupJoints,
+    {locomotion.HumanoidStandupJoints: locomotion.HumanoidStandupJointsLegacy},
+)
 swimmer = Maker(locomotion.Swimmer)
 reacher = Maker(control.Reacher)
 pusher = Maker(control.Pusher)

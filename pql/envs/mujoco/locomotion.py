@@ -16,6 +16,7 @@ from pql.envs.mujoco.suite import GymTask, ctrl_cost, finite
 from pql.envs.mujoco.task import Memory, Robot, Verdict
 from pql.types import Obs
 
+COUNTED = "with legacy=true rewards count cfrc_ext, which batched stepping does not compute with RK4"
 NO_FORCES = "batched stepping computes no cfrc_ext with RK4 (or shipped with contact_forces=false, which needs none)"
 
 
@@ -38,7 +39,7 @@ class Runner(GymTask):
 
 class Joints(GymTask):
     """Observes positions, except those along the ground, and velocities. Nothing reads contact forces, so the shipped
-    model can be used; rewards leave them out, as Gymnasium's ``-v4`` classes and EnvPool do."""
+    model can be used; rewards leave them out, as Gymnasium's ``Ant-v4`` and ``Humanoid-v4`` and EnvPool do."""
 
     refused = ""
 
@@ -127,7 +128,7 @@ class Ant(Runner):
     half as fast (docs/results/ablations.md). Its friction cones are elliptic: with pyramidal ones, engines that orient
     a contact's tangents differently diverge from each other."""
 
-    name, xml, contacts = "ant", "ant.xml", (5, 18)
+    name, xml, contacts = "ant", "ant.xml", (5, 20)
     model, refused = "fast", NO_FORCES
     split = 2
     frame_skip, dt = 5, 0.05
@@ -198,7 +199,7 @@ class AntLegacy(Ant):
 class AntJointsLegacy(AntJoints):
     """As in version 0.2: physics steps as long as the shipped model's, and a reward that counts contact forces."""
 
-    terms, outputs, refused, split = Ant.terms, Ant.outputs, Ant.refused, 1
+    terms, outputs, refused, split = Ant.terms, Ant.outputs, COUNTED, 1
 
 
 def _body_observe(fields: Fields) -> Obs:
@@ -275,7 +276,7 @@ class HumanoidJoints(Joints, Humanoid):
 class HumanoidJointsLegacy(HumanoidJoints):
     """As in version 0.2: the reward counts contact forces."""
 
-    terms, outputs, refused = Humanoid.terms, ("xipos", "cfrc_ext"), Humanoid.refused
+    terms, outputs, refused = Humanoid.terms, ("xipos", "cfrc_ext"), COUNTED
 
 
 class HumanoidStandup(GymTask):
@@ -309,7 +310,14 @@ class HumanoidStandupJoints(Joints, HumanoidStandup):
     """``HumanoidStandupEnv`` with the observations of :class:`HumanoidJoints` and ``impact_cost_weight=0``."""
 
     obs_size = 45
-    terms, outputs = ("reward_linup", "reward_quadctrl", "reward_alive"), ()
+    terms: ClassVar[tuple[str, ...]] = ("reward_linup", "reward_quadctrl", "reward_alive")
+    outputs: ClassVar[tuple[str, ...]] = ()
+
+
+class HumanoidStandupJointsLegacy(HumanoidStandupJoints):
+    """As in version 0.2: the reward counts contact forces."""
+
+    terms, outputs, refused = HumanoidStandup.terms, ("cfrc_ext",), COUNTED
 
 
 class Swimmer(Joints, Runner):

@@ -263,10 +263,11 @@ def load_spec(task: type[Task], model: str | None = None) -> mujoco.MjSpec:
         spec.option.integrator = task.integrator
         spec.option.solver = mujoco.mjtSolver.mjSOL_NEWTON
         spec.option.cone = mujoco.mjtCone.mjCONE_ELLIPTIC
-        spec.option.timestep /= task.split
         if task.impratio is not None:
             spec.option.impratio = task.impratio
     task.edit(spec)
+    if chosen == "fast":
+        spec.option.timestep /= task.split
     return spec
 
 

@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from pql import __version__
 from pql.config import from_dict, to_dict
 from pql.config.files import expanded
 from pql.config.trust import check_links
@@ -174,6 +175,7 @@ def export_metadata(policy: Policy, manifest: Mapping[str, Any], source: Path, s
         "spec": spec_to_dict(spec),
         "checkpoint": "/".join(source.absolute().parts[-3:]),  # run/checkpoints/name: no absolute path
         "counters": manifest.get("counters", {}),
+        "release": __version__,
         "versions": versions(),
     }
 

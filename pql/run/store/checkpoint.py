@@ -23,6 +23,7 @@ from torch import Tensor
 from pql.config import Config, from_dict
 from pql.config.compose import changed_live
 from pql.config.files import check_header, check_ordinary, create_file, read_json
+from pql.config.migrate import as_trained
 from pql.data import tensorfile
 from pql.errors import ConfigError, PqlWarning
 from pql.run.store.manifest import (
@@ -141,6 +142,7 @@ def _manifest(path: Path, kinds: Sequence[str]) -> dict[str, Any]:
         raise ValueError("its content does not match its hash")
     if kinds:
         check_schema(manifest)
+        manifest["config"] = as_trained(manifest["config"], manifest.get("release", ""))
     return manifest
 
 

@@ -16,9 +16,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from pql import __version__
 from pql.config import Config, from_dict, to_dict
 from pql.config.files import create_file as create_file
 from pql.config.files import expanded, flat, read_json, read_yaml
+from pql.config.migrate import as_trained
 from pql.config.trust import names_foreign_code
 from pql.config.validate import resolve_device
 from pql.engine import deadlines
@@ -176,9 +178,11 @@ def read_config(run_dir: Path) -> dict[str, Any]:
     try:
         data = read_yaml(run_dir / "config.yaml")
         check_settings("config.yaml", data)
+        made = read_mapping(run_dir / "env.json")
+        release = __version__ if made is None else str(made.get("release", ""))
     except (OSError, ValueError) as error:
         raise ConfigError("run", run_dir, f"a run directory, with a readable config.yaml ({error})") from error
-    return data
+    return as_trained(data, release)
 
 
 def write_summary(run_dir: Path, summary: Summary) -> None:
@@ -216,6 +220,7 @@ def machine(config: Config) -> dict[str, Any]:
 
     device = resolve_device(config.device)
     return {
+        "release": __version__,
         "argv": sys.argv,
         "python": platform.python_version(),
         "torch": torch.__version__,
