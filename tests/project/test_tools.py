@@ -2,6 +2,7 @@
 
 import json
 import math
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ from sampling import sample
 from torch.utils.flop_counter import FlopCounterMode
 
 from pql.algos.value import make_q_network
-from pql.contract.env import Discrete, EnvSpec, ObsSpec
+from pql.contract.env import Discrete, EnvSpec, ObsSpec, make_env
 
 ROOT = Path(__file__).parents[2]
 FIELDS = {"name": str, "value": float, "unit": str, "baseline": float, "ratio": float, "runs": int, "machine": str}
@@ -110,3 +111,33 @@ def test_environments_beside_bare_mujoco_and_gymnasium(tool, tmp_path, monkeypat
     bench.main(["--smoke", "--envs", "hopper", "ballbalance", "--json", str(path)])
     named = ["hopper (shipped) n=2 / mujoco.batch", "ballbalance (fast) n=2 / mujoco.batch"]
     check(json.loads(path.read_text()), [*named, "hopper (shipped) n=2 / gymnasium sync n=8"])
+
+
+def test_bare_mujoco_and_gymnasium_step_as_much_physics_as_ours(tool, monkeypatch, tmp_path):
+    """Ant's fast model has twice as many physics steps as the shipped one."""
+    gymnasium, bench = pytest.importorskip("gymnasium"), tool("bench.envs")
+    taken, made, make = [], [], gymnasium.make_vec
+
+    def keeping(*args, **kwargs):
+        made.append(make(*args, **kwargs))
+        return made[-1]
+
+    class Counting(bench.Batch):
+        def step(self, nstep):
+            taken.append(nstep)
+            super().step(nstep=nstep)
+
+    monkeypatch.setattr(bench, "Batch", Counting)
+    monkeypatch.setattr(gymnasium, "make_vec", keeping)
+    monkeypatch.chdir(tmp_path)
+    for model, steps in (("fast", 10), ("shipped", 5)):
+        env = make_env("ant", 2, threads=1, model=model, contact_forces=False)
+        _, bare = bench.ours_and_bare(env, 1, 0.0)
+        bare()
+        with ExitStack() as stack:
+            bench.gymnasium_round("ant", model, 0.0, stack)
+            inner = made[-1].envs[0].unwrapped
+            assert (inner.frame_skip, inner.dt) == (steps, pytest.approx(env.spec.info["dt"]))
+        assert {*taken} == {steps}
+        taken.clear()
+        env.close()
