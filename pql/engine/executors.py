@@ -20,6 +20,11 @@ from pql.errors import HungError, RunError, first_line, with_cause
 Job = Callable[[], None]
 
 
+class LeftError(Exception):
+    """The run ends within this tick, as its caller wants. The other workers do their jobs of the tick, so that what the
+    run leaves behind does not depend on timing."""
+
+
 class Executor(Protocol):
     """Runs one tick's jobs by worker name. On return each has run, or is queued in a fixed order."""
 
@@ -121,7 +126,7 @@ class Threads:
                     self.begun.add(name)
                 self.done.put((name, seconds))
             except BaseException as error:
-                self.failed = True
+                self.failed |= not isinstance(error, LeftError)
                 self.done.put((name, error))
 
     def _next(self, name: str, jobs: Iterator[Job]) -> Job | None:
@@ -143,8 +148,8 @@ class Threads:
     def share(self, queues: Mapping[str, Iterator[Job]]) -> Mapping[str, float]:
         """Run each worker's jobs in sequence; returns each worker's busy seconds.
 
-        Workers may share an iterator. After a failure no job starts. The watchdog's limit is per job; a wait for
-        other workers (:meth:`waiting`) restarts it.
+        Workers may share an iterator. After a failure, other than a ``LeftError``, no job starts. The watchdog's limit
+        is per job; a wait for other workers (:meth:`waiting`) restarts it.
         """
         self.failed, self.due = False, {name: self._deadline(name) for name in queues}
         for name, jobs in queues.items():

@@ -22,7 +22,7 @@ from pql.config import Config
 from pql.contract.env import EnvSpec
 from pql.contract.rules import check_answer
 from pql.engine import deadlines, watchdog
-from pql.engine.executors import Threads
+from pql.engine.executors import LeftError, Threads
 from pql.engine.schedule import Lockstep
 from pql.errors import ConfigError, RunError
 from pql.run.opening import REPLAY
@@ -34,10 +34,6 @@ from pql.types import Obs, Step
 
 READY, ACTION, PAUSE, END = "ready", "action", "pause", "end"
 """What a run waits for: first observations; the row of an action; to be asked for the next action; nothing more."""
-
-
-class LeftError(Exception):
-    """The caller closed the run within a tick."""
 
 
 class Link:

@@ -18,7 +18,7 @@ from sampling import sample
 from stand_in import RecordingStreams
 
 from pql.engine import deadlines
-from pql.engine.executors import Inline, Threads
+from pql.engine.executors import Inline, LeftError, Threads
 from pql.engine.schedule import Trace, tick_counts
 from pql.errors import ConfigError, RunError
 
@@ -430,3 +430,20 @@ def resident():
     ctypes.CDLL(None).malloc_trim(0)  # what is free but kept by the allocator comes and goes by megabytes
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE"), len(gc.get_objects())
+
+
+def test_the_others_do_their_jobs_of_the_tick_in_which_a_worker_leaves():
+    """Otherwise a run that its caller closes would leave other weights behind when a worker begins late."""
+    threads, done = Threads(("collector", "v")), []
+
+    def leave():
+        raise LeftError
+
+    def late():
+        while threads.done.empty():  # until the collector has left
+            time.sleep(0.001)
+
+    with pytest.raises(RunError):
+        threads.share({"collector": iter([leave]), "v": iter([late, partial(done.append, 1)])})
+    threads.close()
+    assert done == [1]
