@@ -434,14 +434,15 @@ def resident():
 
 def test_the_others_do_their_jobs_of_the_tick_in_which_a_worker_leaves():
     """Otherwise a run that its caller closes would leave other weights behind when a worker begins late."""
-    threads, done = Threads(("collector", "v")), []
+    threads, done, left = Threads(("collector", "v")), [], threading.Event()
 
     def leave():
+        left.set()
         raise LeftError
 
     def late():
-        while threads.done.empty():  # until the collector has left
-            time.sleep(0.001)
+        left.wait()
+        time.sleep(0.05)  # in which the executor learns of it
 
     with pytest.raises(RunError):
         threads.share({"collector": iter([leave]), "v": iter([late, partial(done.append, 1)])})
