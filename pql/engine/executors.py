@@ -126,7 +126,8 @@ class Threads:
                     self.begun.add(name)
                 self.done.put((name, seconds))
             except BaseException as error:
-                self.failed |= not isinstance(error, LeftError)
+                if not isinstance(error, LeftError):
+                    self.failed = True
                 self.done.put((name, error))
 
     def _next(self, name: str, jobs: Iterator[Job]) -> Job | None:

@@ -128,7 +128,7 @@ class Ant(Runner):
     half as fast (docs/results/ablations.md). Its friction cones are elliptic: with pyramidal ones, engines that orient
     a contact's tangents differently diverge from each other."""
 
-    name, xml, contacts = "ant", "ant.xml", (5, 20)
+    name, xml, contacts = "ant", "ant.xml", (5, 24)
     model, refused = "fast", NO_FORCES
     split = 2
     frame_skip, dt = 5, 0.05

@@ -124,8 +124,8 @@ class Task:
         split: its physics steps for each of the shipped model, where a one-stage integrator needs shorter ones.
         impratio: MuJoCo's option of that name for the fast model, with elliptic cones: stiffness of friction relative
             to that of normal contact; None: as in the file.
-        contacts: the most contacts and constraint rows that C needed for one simulation, on any of the models, for an
-            engine with buffers of fixed size; None: measured when one starts.
+        contacts: the most contacts and constraint rows that C needed for one simulation, on any model that an engine
+            with buffers of fixed size can step; None: measured when one starts.
     """
 
     name: ClassVar[str]
