@@ -3,7 +3,7 @@
 A tick learns as much on two cores as on a GPU, which only decides how long it takes. This tool estimates that for one
 H100 or H200 from what was measured on one (docs/results/gpu.md):
 
-    update   kernels * launch + rows * operations per row / rate
+    update   kernels * launch + rows * (operations / rate + elements / bandwidth)
     step     environments / env steps per second of the simulator
     tick     the longest worker + OVERLAP * the others, since they share the device; PPO: env steps / SHARE of the rate
 
@@ -25,19 +25,25 @@ from pql.reports.runs import flat, read_config
 
 
 class Cost(NamedTuple):
-    """Kernels of an update without hidden layers, and of each layer; us per kernel; operations per us."""
+    """Kernels of an update without hidden layers, and of each layer; us per kernel; per us: operations of products,
+    and elements of everything else (infinite: contained in the rate of the products)."""
 
     kernels: int
     per_layer: int
     launch: float
     rate: float
+    elements: float = math.inf
 
 
 COSTS = {
     "first": Cost(168, 40, 2.54, 19.5e6),  # eager: PQL2's critics 2,150 us with 8,192 rows, 1,086 with 2,048
-    "compiled": Cost(23, 16, 2.16, 85e6),  # by Inductor, bfloat16: 484 and 236 us; with two layers of 128, 144
+    # By Inductor, bfloat16: with 8,192 rows 484 us, of them products 150, normalisations and activations 106, the
+    # projection and softmax of 51 atoms 47; with 2,048 rows 236 us, and 144 with two layers of 128.
+    "compiled": Cost(23, 16, 2.16, 184e6, 140e3),
     "goal": Cost(20, 10, 1.0, 69e6),  # 450 and 160 us
 }
+PROJECTION = 8  # elements of an atom in the critics' update: 47 us for 51 atoms, 106 for the 896 units of the layers
+SOFTMAX = 2  # in the policy's
 
 # Env steps per second with 4,096 environments. Measured on the H200: the former Ant (in a run, without contact forces),
 # Humanoid, HalfCheetah; swing-up from its 145 kernels; Ant's ten physics steps from the former five, which took 4.2 ms
@@ -65,12 +71,17 @@ def update_us(settings: Mapping[str, Any], obs: int, actions: int, cost: Cost) -
     """
     hidden, own = settings["algo.critic.hidden"], settings["algo.policy.hidden"]
     heads, atoms = settings["algo.critic.ensemble"], settings["algo.critic.atoms"]
-    critic = heads * operations(obs + actions, hidden, atoms or 1)
+    outputs = atoms or 1
+    critic = heads * operations(obs + actions, hidden, outputs)
     policy = operations(obs, own, 2 * actions)
-    rows = settings["algo.batch_size"]
-    # The critics' update has targets and gradients; the policy's also goes through the critics.
-    v = (cost.kernels + cost.per_layer * len(hidden)) * cost.launch + rows * (4 * critic + policy) / cost.rate
-    p = (cost.kernels + cost.per_layer * len(own)) * cost.launch + rows * (3 * policy + 2 * critic) / cost.rate
+
+    def us(layers: int, operations: float, elements: float) -> float:
+        row = operations / cost.rate + elements / cost.elements
+        return (cost.kernels + cost.per_layer * layers) * cost.launch + settings["algo.batch_size"] * row
+
+    # The critics' update has targets and gradients; the policy's goes through the critics without their gradients.
+    v = us(len(hidden), 4 * critic + policy, heads * (sum(hidden) + PROJECTION * outputs))
+    p = us(len(own), 3 * policy + 2 * critic, sum(own) + heads / 2 * (sum(hidden) + SOFTMAX * outputs))
     return v, p
 
 
