@@ -1,14 +1,20 @@
-"""Estimated GPU seconds of runs that were made on CPU cores.
+"""Estimated GPU seconds of runs that were made on CPU cores, and of ticks with given settings.
 
 A tick learns as much on two cores as on a GPU, which only decides how long it takes. This tool estimates that for one
 H100 or H200 from what was measured on one (docs/results/gpu.md):
 
     update   kernels * launch + rows * (operations / rate + elements / bandwidth)
-    step     environments / env steps per second of the simulator
-    tick     the longest worker + OVERLAP * the others, since they share the device; PPO: env steps / SHARE of the rate
+    step     seconds with 4,096 environments * (FIXED + (1 - FIXED) * environments / 4,096)
+    tick     concurrent: the longest worker + OVERLAP * the others, since they share the device; lockstep: the sum
+    PPO      horizon * step + LEARN
 
-Every figure is an estimate. ``python tools/gpu/price.py RUN... --out DIR`` prints them, and writes copies of the runs
-with estimated seconds in place of measured ones, for ``pql compare DIR x=seconds``.
+Every figure is an estimate.
+
+    python tools/gpu/price.py task=ant algo=pql2 scale=gpu algo.v_per_step=72
+    python tools/gpu/price.py RUN... --out DIR && pql compare DIR x=seconds
+
+The first prints what a tick takes. The second prints the evaluations of runs at estimated seconds, and writes copies of
+the runs with estimated seconds in place of measured ones.
 """
 
 import argparse
@@ -20,40 +26,45 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pql.config import Config, from_dict, to_dict
+from pql.config.compose import compose
 from pql.errors import ConfigError
 from pql.reports.runs import flat, read_config
 
 
 class Cost(NamedTuple):
-    """Kernels of an update without hidden layers, and of each layer; us per kernel; per us: operations of products,
-    and elements of everything else (infinite: contained in the rate of the products)."""
+    """Kernels of an update without hidden layers, and of each layer with LayerNorm and without; us per kernel; per us:
+    operations of products, and elements of everything else (infinite: contained in the rate of the products)."""
 
     kernels: int
     per_layer: int
+    per_plain_layer: int
     launch: float
     rate: float
     elements: float = math.inf
 
 
 COSTS = {
-    "first": Cost(168, 40, 2.54, 19.5e6),  # eager: PQL2's critics 2,150 us with 8,192 rows, 1,086 with 2,048
-    # By Inductor, bfloat16: with 8,192 rows 484 us, of them products 150, normalisations and activations 106, the
-    # projection and softmax of 51 atoms 47; with 2,048 rows 236 us, and 144 with two layers of 128.
-    "compiled": Cost(23, 16, 2.16, 184e6, 140e3),
-    "goal": Cost(20, 10, 1.0, 69e6),  # 450 and 160 us
+    # By Inductor, bfloat16: PQL2's critics take 484 us with 8,192 rows (of them products 150, normalisations and
+    # activations 106, projection and softmax of 51 atoms 47), 236 us with 2,048, 144 us with two layers of 128.
+    "compiled": Cost(23, 16, 11, 2.16, 184e6, 140e3),
+    # What compiled updates were to reach before they were measured: 450 us with 8,192 rows, 160 us with 2,048.
+    "goal": Cost(20, 10, 10, 1.25, 71.5e6),
 }
 PROJECTION = 8  # elements of an atom in the critics' update: 47 us for 51 atoms, 106 for the 896 units of the layers
 SOFTMAX = 2  # in the policy's
+PLAIN = 0.5  # elements of a unit without LayerNorm: 362 us instead of 484
 
-# Env steps per second with 4,096 environments. Measured on the H200: the former Ant (in a run, without contact forces),
-# Humanoid, HalfCheetah; swing-up from its 145 kernels; Ant's ten physics steps from the former five, which took 4.2 ms
-# of a step's 5.5; the others are HalfCheetah's, times the ratio of bare steps on a CPU core.
+# Env steps per second with 4,096 environments. The H200 ran the former Ant, Humanoid and HalfCheetah with random
+# actions. Estimates: swing-up from its 145 kernels; Ant's ten physics steps from the former five, which took 4.2 ms of
+# a step's 5.5; the others are HalfCheetah's, times the ratio of bare steps on a CPU core.
 STEPS = {"ant": 422e3, "legacy ant": 742e3, "humanoid": 561e3, "halfcheetah": 1535e3, "cartpole_swingup": 16e6}
 STEPS |= {"hopper": 770e3, "walker2d": 497e3, "go1_velocity": 497e3, "anymal": 514e3, "isaac_ant": 2015e3}
 STEPS |= {"ballbalance": 1319e3, "allegro_hand": 415e3, "shadow_hand": 190e3}
 
+FIXED = 0.6  # the former Ant: 5.5 ms with 4,096 environments, 11.8 with 16,384, 37.1 with 65,536; Humanoid 7.3, 16.1
 OVERLAP = 0.5  # PQL on swing-up: 8.8 ms, of which critics 7.3, policies 2.5, steps .25
-SHARE = 0.75  # PPO on Ant: 558,000 of 742,000 env steps per second
+LEARN = 13.2e3  # us of PPO's 8 updates of 32,768 rows: 17.3 ms on swing-up, of which 16 steps take 4.1
 
 
 def operations(inputs: int, hidden: Sequence[int], outputs: int) -> float:
@@ -74,19 +85,21 @@ def update_us(settings: Mapping[str, Any], obs: int, actions: int, cost: Cost) -
     outputs = atoms or 1
     critic = heads * operations(obs + actions, hidden, outputs)
     policy = operations(obs, own, 2 * actions)
+    normed = settings["algo.critic.layer_norm"]
+    per_layer, unit = (cost.per_layer, 1.0) if normed else (cost.per_plain_layer, PLAIN)
 
     def us(layers: int, operations: float, elements: float) -> float:
         row = operations / cost.rate + elements / cost.elements
-        return (cost.kernels + cost.per_layer * layers) * cost.launch + settings["algo.batch_size"] * row
+        return (cost.kernels + per_layer * layers) * cost.launch + settings["algo.batch_size"] * row
 
     # The critics' update has targets and gradients; the policy's goes through the critics without their gradients.
-    v = us(len(hidden), 4 * critic + policy, heads * (sum(hidden) + PROJECTION * outputs))
-    p = us(len(own), 3 * policy + 2 * critic, sum(own) + heads / 2 * (sum(hidden) + SOFTMAX * outputs))
+    v = us(len(hidden), 4 * critic + policy, heads * (unit * sum(hidden) + PROJECTION * outputs))
+    p = us(len(own), 3 * policy + 2 * critic, unit * sum(own) + heads / 2 * (unit * sum(hidden) + SOFTMAX * outputs))
     return v, p
 
 
-def steps_of(settings: Mapping[str, Any]) -> float:
-    """Return the env steps per second of a run's task. Raises ``ConfigError``: it is not known."""
+def step_us(settings: Mapping[str, Any]) -> float:
+    """Return the us of a step of all environments. Raises ``ConfigError``: the task's speed is not known."""
     name, kwargs = settings["task.name"], settings.get("task.kwargs") or {}
     if kwargs.get("model"):
         raise ConfigError("task.kwargs.model", kwargs["model"], "none: speeds are known of each task's default model")
@@ -94,49 +107,72 @@ def steps_of(settings: Mapping[str, Any]) -> float:
         name = f"legacy {name}"
     if name not in STEPS:
         raise ConfigError("task", name, f"one whose speed is known here: {', '.join(STEPS)}")
-    return STEPS[name]
+    return 1e6 * 4096 / STEPS[name] * (FIXED + (1 - FIXED) * settings["num_envs"] / 4096)
 
 
-def tick_seconds(settings: Mapping[str, Any], obs: int, actions: int, cost: Cost) -> float:
-    """Return the seconds of a tick of an off-policy run; arguments as those of :func:`update_us`."""
+def together(workers: Sequence[float], schedule: str) -> float:
+    """Return the time of a tick from those of its workers."""
+    *others, longest = sorted(workers)
+    return longest + (OVERLAP if schedule == "concurrent" else 1.0) * sum(others)
+
+
+def check(settings: Mapping[str, Any]) -> None:
+    """Refuse what this tool has no figures for.
+
+    Raises:
+        ConfigError: an algorithm without actor and critics of its own that is not PPO, or critics that are no MLP.
+    """
+    if settings["algo.name"] != "ppo" and not {"algo.v_per_step", "algo.policy.hidden"} <= {*settings}:
+        raise ConfigError("algo", settings["algo.name"], "an off-policy actor-critic, or PPO")
+    for part in ("critic", "policy"):
+        if (trunk := settings.get(f"algo.{part}.trunk", "mlp")) != "mlp":
+            raise ConfigError(f"algo.{part}.trunk", trunk, "mlp: kernels are counted of this one")
+
+
+def tick_us(settings: Mapping[str, Any], obs: int, actions: int, cost: Cost) -> float:
+    """Return the us of a tick, or of a rollout with its updates; arguments as those of :func:`update_us`."""
+    step = step_us(settings)
+    if settings["algo.name"] == "ppo":
+        horizon = settings["algo.horizon"]
+        return float(horizon * step + LEARN * horizon * settings["num_envs"] / 65_536)
     v, p = update_us(settings, obs, actions, cost)
     updates = settings["algo.v_per_step"]
-    step = 1e6 * settings["num_envs"] / steps_of(settings)
-    *others, longest = sorted((v * updates, p * updates * settings["algo.p_per_v"], step))
-    return 1e-6 * (longest + OVERLAP * sum(others))
+    return together((v * updates, p * updates * settings["algo.p_per_v"], step), settings["algo.schedule"])
 
 
-def seconds_of(row: Mapping[str, Any], settings: Mapping[str, Any], sizes: tuple[int, int], cost: Cost) -> float:
-    """Return the estimated seconds up to a row of metrics; ``sizes``: of an observation and an action."""
-    steps = row["steps/env"]
-    if "algo.v_per_step" not in settings:
-        return float(steps / (SHARE * steps_of(settings)))
-    return float(steps / settings["num_envs"] * tick_seconds(settings, *sizes, cost))
+def env_steps_per_second(settings: Mapping[str, Any], obs: int, actions: int, cost: Cost) -> float:
+    steps = settings["num_envs"] * (settings["algo.horizon"] if settings["algo.name"] == "ppo" else 1)
+    return float(1e6 * steps / tick_us(settings, obs, actions, cost))
 
 
-def sizes_of(run: Path) -> tuple[int, int]:
-    """Return the sizes of a run's observations and actions, from its task."""
-    from pql.config import from_dict
+def sizes_of(config: Config) -> tuple[int, int]:
+    """Return the sizes of the observations and actions of a run's task."""
     from pql.engine.placement import machine_of
     from pql.run.environment import describe_env
 
-    config = from_dict(read_config(run))
     spec = describe_env(config, machine_of(config))
     assert spec is not None
     return math.prod(spec.obs["policy"].shape), math.prod(spec.action.shape)
 
 
 def price(run: Path, cost: Cost, out: Path | None) -> list[dict[str, float]]:
-    """Return a run's evaluations at estimated seconds; write a copy of it below ``out``."""
-    settings, sizes = flat(read_config(run)), sizes_of(run)
-    if "algo.v_per_step" in settings and "algo.policy.hidden" not in settings:
-        raise ConfigError("algo", settings["algo.name"], "an actor-critic, or PPO")
+    """Return a run's evaluations at estimated seconds; write a copy of it below ``out``.
+
+    Raises:
+        ConfigError: no price is known, or ``out`` has a copy of a run of this name.
+    """
+    config = read_config(run)
+    settings = flat(config)
+    check(settings)
+    rate = env_steps_per_second(settings, *sizes_of(from_dict(config)), cost)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for row in rows:
-        row["time/seconds"] = seconds_of(row, settings, sizes, cost)
+        row["time/seconds"] = row["steps/env"] / rate
     if out is not None:
         copy = out / run.name
-        copy.mkdir(parents=True, exist_ok=True)
+        if copy.exists():
+            raise ConfigError("--out", str(copy), "a folder without a run of this name")
+        copy.mkdir(parents=True)
         for name in ("config.yaml", "summary.json"):
             if (run / name).exists():
                 shutil.copy(run / name, copy)
@@ -145,21 +181,43 @@ def price(run: Path, cost: Cost, out: Path | None) -> list[dict[str, float]]:
     return [{k: row[k] for k in wanted if k in row} for row in rows if "eval/return_mean" in row]
 
 
+def show_tick(words: Sequence[str], cost: Cost) -> None:
+    """Print the prices of the parts of a tick with the settings ``words``."""
+    config = compose(["device=cpu", *words])
+    settings, sizes = flat(to_dict(config)), sizes_of(config)
+    check(settings)
+    if settings["algo.name"] != "ppo":
+        v, p = update_us(settings, *sizes, cost)
+        print(f"critic update   {v:9.0f} us x {settings['algo.v_per_step']:g}")
+        print(f"policy update   {p:9.0f} us x {settings['algo.v_per_step'] * settings['algo.p_per_v']:g}")
+    print(f"step            {step_us(settings):9.0f} us")
+    print(f"tick            {tick_us(settings, *sizes, cost):9.0f} us")
+    print(f"env steps/s     {env_steps_per_second(settings, *sizes, cost):9,.0f}")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path, help="run directories")
+    parser.add_argument("words", nargs="+", metavar="RUN|SETTING", help="run directories, or settings of one tick")
     parser.add_argument("--kernels", choices=list(COSTS), default="compiled")
     parser.add_argument("--out", type=Path, help="folder for copies of the runs")
     args = parser.parse_args(argv)
-    for run in args.runs:
-        try:
-            rows = price(run, COSTS[args.kernels], args.out)
-        except ConfigError as error:
-            parser.error(f"{run}: {error}")
-        print(f"{run.name}: estimated GPU seconds, env steps, critic updates, return")
-        for row in rows:
-            first, *others = row.values()
-            print(f"{first:8.1f} " + " ".join(f"{value:12,.0f}" for value in others))
+    cost = COSTS[args.kernels]
+    kernels = "updates compiled in bfloat16" if args.kernels == "compiled" else "the goals set for updates"
+    print(f"estimates for one H100 or H200, {kernels}: docs/results/gpu.md")
+    runs = [Path(word) for word in args.words if Path(word).is_dir()]
+    try:
+        if not runs:
+            show_tick(args.words, cost)
+        elif len(runs) < len(args.words):
+            parser.error(f"run directories, or settings, not both: {' '.join(args.words)}")
+        for run in runs:
+            rows = price(run, cost, args.out)
+            print(f"{run.name}: seconds, env steps, critic updates, return")
+            for row in rows:
+                first, *others = row.values()
+                print(f"{first:8.1f} " + " ".join(f"{value:12,.0f}" for value in others))
+    except ConfigError as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":
