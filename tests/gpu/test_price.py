@@ -98,6 +98,7 @@ def run_of(folder: Path, *words: str, **changed: object) -> Path:
         (["algo=a2c", "task=ant"], "algo=a2c: expected an off-policy actor-critic, or PPO"),
         (["task=ant", "task.kwargs.model=shipped"], "task.kwargs.model=shipped: expected none: speeds"),
         (["task=ant", "algo=flashsac"], "algo.critic.trunk=residual: expected mlp"),
+        (["task=ant", "algo.lstm=64", "algo.warmup_steps=32"], "algo.lstm=64: expected none"),
     ],
 )
 def test_what_has_no_price_is_refused(words, said, tmp_path, monkeypatch, capsys):

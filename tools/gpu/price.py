@@ -120,13 +120,15 @@ def check(settings: Mapping[str, Any]) -> None:
     """Refuse what this tool has no figures for.
 
     Raises:
-        ConfigError: an algorithm without actor and critics of its own that is not PPO, or critics that are no MLP.
+        ConfigError: an algorithm that is neither PPO nor an off-policy actor-critic, or networks that are no MLP.
     """
     if settings["algo.name"] != "ppo" and not {"algo.v_per_step", "algo.policy.hidden"} <= {*settings}:
         raise ConfigError("algo", settings["algo.name"], "an off-policy actor-critic, or PPO")
     for part in ("critic", "policy"):
         if (trunk := settings.get(f"algo.{part}.trunk", "mlp")) != "mlp":
             raise ConfigError(f"algo.{part}.trunk", trunk, "mlp: kernels are counted of this one")
+    if settings.get("algo.lstm"):
+        raise ConfigError("algo.lstm", settings["algo.lstm"], "none: kernels are counted without a memory")
 
 
 def tick_us(settings: Mapping[str, Any], obs: int, actions: int, cost: Cost) -> float:

@@ -129,6 +129,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     two = commands.add_parser("draw", help="JSON files to pictures")
     two.add_argument("files", nargs="+", type=pair, metavar="NAME=FILE")
     two.add_argument("--pictures", type=Path, required=True)
+    two.add_argument("--seconds", default="", metavar="LABEL", help="what the seconds are, such as 'estimated seconds'")
     args = parser.parse_args(argv)
     if args.command == "store":
         store(args.runs, args.json, dict(args.rates), args.also)
@@ -137,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rates = files[0][1].get("rates", {})
     runs = [run for name, data in files for run in series(name, data, data.get("rates") or rates)]
     for axis in ("env_steps", "seconds"):
-        draw(runs, axis, args.pictures / f"{axis}.png")
+        draw(runs, axis, args.pictures / f"{axis}.png", args.seconds if axis == "seconds" else "")
 
 
 if __name__ == "__main__":

@@ -29,11 +29,12 @@ def band(runs: Sequence[Run], axis: str) -> tuple[np.ndarray, np.ndarray]:
     return grid, np.quantile(returns, [0, 0.5, 1], axis=0)
 
 
-def draw(runs: Sequence[Run], axis: str, file: Path) -> None:
+def draw(runs: Sequence[Run], axis: str, file: Path, label: str = "") -> None:
     """Draw all contenders, one panel per task, four in a row.
 
     Args:
         axis: seconds or env_steps (logarithmic).
+        label: of the axis, instead of its own.
     """
     import matplotlib
 
@@ -54,7 +55,7 @@ def draw(runs: Sequence[Run], axis: str, file: Path) -> None:
                 (lines[name],) = panel.plot(grid, middle, style, color=color, linewidth=1.8)
                 panel.fill_between(grid, low, high, color=color, alpha=0.15, linewidth=0)
         panel.set_title(task, fontsize=11)
-        panel.set_xlabel(LABELS[axis], fontsize=9)
+        panel.set_xlabel(label or LABELS[axis], fontsize=9)
         panel.tick_params(labelsize=8)
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)
