@@ -98,7 +98,9 @@ def run_of(folder: Path, *words: str, **changed: object) -> Path:
         (["algo=a2c", "task=ant"], "algo=a2c: expected an off-policy actor-critic, or PPO"),
         (["task=ant", "task.kwargs.model=shipped"], "task.kwargs.model=shipped: expected none: speeds"),
         (["task=ant", "algo=flashsac"], "algo.critic.trunk=residual: expected mlp"),
-        (["task=ant", "algo.lstm=64", "algo.warmup_steps=32"], "algo.lstm=64: expected none"),
+        (["task=ant", "algo.critic.batch_norm=true"], "algo.critic.batch_norm=true: expected false"),
+        (["task=ant", "algo=ppo", "algo.epochs=20"], "algo.epochs=20: expected 4: the time of this one is known"),
+        (["task=ant", "algo.lstm=64", "algo.warmup_steps=32"], "algo.lstm=64: expected null"),
     ],
 )
 def test_what_has_no_price_is_refused(words, said, tmp_path, monkeypatch, capsys):
@@ -122,7 +124,8 @@ def test_copies_of_runs_show_estimated_seconds(tmp_path, capsys):
     assert line.split() == [f"{want:.1f}", "409,600", "3,600", "700"]
     for others, said in (
         ([run_of(tmp_path / "other" / "swingup", *words), "--out", tmp_path / "out"], "a folder without a run of this"),
-        ([run, "seed=1"], "run directories, or settings, not both"),
+        ([run, "seed=1"], "run=seed=1: expected a run directory beside others"),
+        (["seed=1", "--out", tmp_path / "new"], "run=seed=1: expected a run directory"),
     ):
         with pytest.raises(SystemExit):
             price.main([*map(str, others)])

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from pql.config import Config, from_dict, to_dict
 from pql.config.compose import compose
-from pql.errors import ConfigError
+from pql.errors import ConfigError, show
 from pql.reports.runs import flat, read_config
 
 
@@ -65,6 +65,8 @@ STEPS |= {"ballbalance": 1319e3, "allegro_hand": 415e3, "shadow_hand": 190e3}
 FIXED = 0.6  # the former Ant: 5.5 ms with 4,096 environments, 11.8 with 16,384, 37.1 with 65,536; Humanoid 7.3, 16.1
 OVERLAP = 0.5  # PQL on swing-up: 8.8 ms, of which critics 7.3, policies 2.5, steps .25
 LEARN = 13.2e3  # us of PPO's 8 updates of 32,768 rows: 17.3 ms on swing-up, of which 16 steps take 4.1
+PPO = {"policy.hidden": [256, 128, 64], "critic.hidden": [256, 128, 64], "epochs": 4, "minibatches": 2}  # then
+MLP = {"critic.trunk": "mlp", "policy.trunk": "mlp", "critic.batch_norm": False, "lstm": None}  # as counted
 
 
 def operations(inputs: int, hidden: Sequence[int], outputs: int) -> float:
@@ -120,15 +122,13 @@ def check(settings: Mapping[str, Any]) -> None:
     """Refuse what this tool has no figures for.
 
     Raises:
-        ConfigError: an algorithm that is neither PPO nor an off-policy actor-critic, or networks that are no MLP.
+        ConfigError: an algorithm that is neither PPO nor an off-policy actor-critic, or other networks.
     """
     if settings["algo.name"] != "ppo" and not {"algo.v_per_step", "algo.policy.hidden"} <= {*settings}:
         raise ConfigError("algo", settings["algo.name"], "an off-policy actor-critic, or PPO")
-    for part in ("critic", "policy"):
-        if (trunk := settings.get(f"algo.{part}.trunk", "mlp")) != "mlp":
-            raise ConfigError(f"algo.{part}.trunk", trunk, "mlp: kernels are counted of this one")
-    if settings.get("algo.lstm"):
-        raise ConfigError("algo.lstm", settings["algo.lstm"], "none: kernels are counted without a memory")
+    for name, priced in (PPO | MLP if settings["algo.name"] == "ppo" else MLP).items():
+        if (value := settings.get(f"algo.{name}", priced)) != priced:
+            raise ConfigError(f"algo.{name}", value, f"{show(priced)}: the time of this one is known")
 
 
 def tick_us(settings: Mapping[str, Any], obs: int, actions: int, cost: Cost) -> float:
@@ -163,13 +163,13 @@ def price(run: Path, cost: Cost, out: Path | None) -> list[dict[str, float]]:
     Raises:
         ConfigError: no price is known, or ``out`` has a copy of a run of this name.
     """
-    config = read_config(run)
-    settings = flat(config)
+    config = from_dict(read_config(run))
+    settings = flat(to_dict(config))
     check(settings)
-    rate = env_steps_per_second(settings, *sizes_of(from_dict(config)), cost)
+    rate = env_steps_per_second(settings, *sizes_of(config), cost)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for row in rows:
-        row["time/seconds"] = row["steps/env"] / rate
+        row["time/seconds"] = row.get("steps/env", math.nan) / rate
     if out is not None:
         copy = out / run.name
         if copy.exists():
@@ -208,10 +208,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"estimates for one H100 or H200, {kernels}: docs/results/gpu.md")
     runs = [Path(word) for word in args.words if Path(word).is_dir()]
     try:
-        if not runs:
+        if not runs and not args.out:
             show_tick(args.words, cost)
-        elif len(runs) < len(args.words):
-            parser.error(f"run directories, or settings, not both: {' '.join(args.words)}")
+        elif missing := [word for word in args.words if not Path(word).is_dir()]:
+            raise ConfigError("run", missing[0], "a run directory beside others and with --out")
         for run in runs:
             rows = price(run, cost, args.out)
             print(f"{run.name}: seconds, env steps, critic updates, return")
