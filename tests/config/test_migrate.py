@@ -90,14 +90,14 @@ def parameters(*callables):
 
 def test_rsl_rls_names_are_its_own():
     pytest.importorskip("rsl_rl")
-    from rsl_rl.algorithms import PPO
+    from rsl_rl.algorithms import PPO, Distillation
     from rsl_rl.models import MLPModel, RNNModel
     from rsl_rl.modules.distribution import GaussianDistribution
     from rsl_rl.runners import OnPolicyRunner
 
-    known = parameters(PPO, MLPModel, RNNModel, GaussianDistribution, OnPolicyRunner.learn) | {"OnPolicyRunner", "PPO"}
+    known = parameters(PPO, MLPModel, RNNModel, GaussianDistribution, OnPolicyRunner.learn)
+    known |= {one.__name__ for one in (OnPolicyRunner, PPO, Distillation)}
     source = inspect.getsource(inspect.getmodule(OnPolicyRunner)) + inspect.getsource(inspect.getmodule(PPO))
-    known |= {*vars(__import__("rsl_rl.algorithms", fromlist=["Distillation"]))}
     source += inspect.getsource(__import__("rsl_rl.utils.logger", fromlist=["Logger"]))
     for theirs, *_ in tables()["rsl_rl"]:
         for name in quoted(re.sub(r"\(.*\)", "", theirs)):  # in brackets: names of older versions

@@ -169,7 +169,7 @@ def price(run: Path, cost: Cost, out: Path | None) -> list[dict[str, float]]:
     rate = env_steps_per_second(settings, *sizes_of(config), cost)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for row in rows:
-        row["time/seconds"] = row.get("steps/env", math.nan) / rate
+        row["time/seconds"] = row["steps/env"] / rate
     if out is not None:
         copy = out / run.name
         if copy.exists():
