@@ -273,7 +273,7 @@ def test_words_win_over_presets():
 def test_the_scale_follows_the_device(monkeypatch):
     monkeypatch.setattr("pql.config.compose.resolve_device", lambda name, setting="device": "cuda")
     large, small = compose(["device=auto"]), compose(["device=auto", "scale=cpu"])
-    assert (large.num_envs, large.algo.batch_size, large.algo.v_per_step) == (4096, 8192, 36.0)
+    assert (large.num_envs, large.algo.batch_size, large.algo.v_per_step) == (4096, 2048, 36.0)
     assert small.num_envs < 1000
     assert None not in (large.budget.seconds, small.budget.seconds)  # every scale ends by itself
 
@@ -586,15 +586,15 @@ def test_residual_blocks_have_one_width():
 
 
 @pytest.mark.parametrize(
-    ("scale", "num_envs", "updates", "batch", "warmup", "alpha", "amp"),
-    [("cpu", 32, 2, 256, 100, 0.1, False), ("gpu", 4096, 36, 8192, 8, 0.01, True)],
+    ("scale", "num_envs", "updates", "batch", "warmup", "alpha", "width", "amp"),
+    [("cpu", 32, 2, 256, 100, 0.1, 128, False), ("gpu", 4096, 36, 2048, 8, 0.01, 256, True)],
 )
-def test_pql2_is_the_default_at_both_scales(scale, num_envs, updates, batch, warmup, alpha, amp):
+def test_pql2_is_the_default_at_both_scales(scale, num_envs, updates, batch, warmup, alpha, width, amp):
     config = compose(["device=cpu", f"scale={scale}"])
     algo = config.algo
     assert (algo.name, config.num_envs) == ("pql2", num_envs)
     assert (algo.v_per_step, algo.batch_size, algo.warmup_steps, algo.alpha) == (updates, batch, warmup, alpha)
-    assert (algo.critic.hidden, algo.policy.hidden, algo.amp) == ([128, 128], [128, 128], amp)
+    assert (algo.critic.hidden, algo.policy.hidden, algo.amp) == ([width, width], [width, width], amp)
     assert compose(["device=cpu", f"scale={scale}", "algo=sac"]).algo.name == "sac"
     assert compose(["device=cpu"]).algo.name == "pql2"
 

@@ -132,7 +132,7 @@ def test_copies_of_runs_show_estimated_seconds(tmp_path, capsys):
 
 
 def test_a_tick_is_priced_from_settings(capsys):
-    price.main(["task=cartpole_swingup", "algo=pql2", "scale=gpu", "algo.batch_size=2048"])
+    price.main(["task=cartpole_swingup", "algo=pql2", "scale=gpu", *networks(NARROW, 2048)])
     numbers = [line.split()[-4:] for line in capsys.readouterr().out.splitlines()[1:]]
     assert [row[0] for row in numbers[:2]] == ["143", "131"]
     assert numbers[0][-1] == "36"
