@@ -208,10 +208,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"estimates for one H100 or H200, {kernels}: docs/results/gpu.md")
     runs = [Path(word) for word in args.words if Path(word).is_dir()]
     try:
-        if not runs and not args.out:
-            show_tick(args.words, cost)
-        elif missing := [word for word in args.words if not Path(word).is_dir()]:
-            raise ConfigError("run", missing[0], "a run directory beside others and with --out")
+        if others := [word for word in args.words if Path(word) not in runs]:
+            if runs or args.out:
+                raise ConfigError("run", others[0], "a run directory beside others and with --out")
+            show_tick(others, cost)
         for run in runs:
             rows = price(run, cost, args.out)
             print(f"{run.name}: seconds, env steps, critic updates, return")
