@@ -5,16 +5,18 @@ H100 or H200 from what was measured on one (docs/results/gpu.md):
 
     update   kernels * launch + rows * (operations / rate + elements / bandwidth)
     step     seconds with 4,096 environments * (FIXED + (1 - FIXED) * environments / 4,096)
-    tick     concurrent: the longest worker + OVERLAP * the others, since they share the device; lockstep: the sum
+    tick     concurrent: the longest worker + OVERLAP * the others, since they share the device; lockstep: the sum (12 %
+             below what was measured with PQL on swing-up)
     PPO      horizon * step + LEARN
 
-Every figure is an estimate.
+Every figure is an estimate. Updates count as compiled, in bfloat16 and captured in a CUDA graph, whatever algo.amp,
+placement.compile and graphs say; PPO's as they were measured, before they were compiled.
 
     python tools/gpu/price.py task=ant algo=pql2 scale=gpu algo.v_per_step=72
     python tools/gpu/price.py RUN... --out DIR && pql compare DIR x=seconds
 
-The first prints what a tick takes. The second prints the evaluations of runs at estimated seconds, and writes copies of
-the runs with estimated seconds in place of measured ones.
+The first prints what a tick takes, with scale=gpu unless another scale is given. The second prints the evaluations of
+runs, or of all runs below a folder, at estimated seconds, and writes copies with these in place of measured seconds.
 """
 
 import argparse
@@ -29,7 +31,7 @@ from typing import Any, NamedTuple
 from pql.config import Config, from_dict, to_dict
 from pql.config.compose import compose
 from pql.errors import ConfigError, show
-from pql.reports.runs import flat, read_config
+from pql.reports.runs import find, flat, read_config, read_rows
 
 
 class Cost(NamedTuple):
@@ -67,6 +69,7 @@ OVERLAP = 0.5  # PQL on swing-up: 8.8 ms, of which critics 7.3, policies 2.5, st
 LEARN = 13.2e3  # us of PPO's 8 updates of 32,768 rows: 17.3 ms on swing-up, of which 16 steps take 4.1
 PPO = {"policy.hidden": [256, 128, 64], "critic.hidden": [256, 128, 64], "epochs": 4, "minibatches": 2}  # then
 MLP = {"critic.trunk": "mlp", "policy.trunk": "mlp", "critic.batch_norm": False, "lstm": None}  # as counted
+PLAIN_LOSS = {"symmetry.augment": "off", "symmetry.mirror_coef": 0.0, "rnd.weight": 0.0}
 
 
 def operations(inputs: int, hidden: Sequence[int], outputs: int) -> float:
@@ -87,24 +90,31 @@ def update_us(settings: Mapping[str, Any], obs: int, actions: int, cost: Cost) -
     outputs = atoms or 1
     critic = heads * operations(obs + actions, hidden, outputs)
     policy = operations(obs, own, 2 * actions)
-    normed = settings["algo.critic.layer_norm"]
-    per_layer, unit = (cost.per_layer, 1.0) if normed else (cost.per_plain_layer, PLAIN)
+    units = {}
+    kernels = {}
+    for part in ("critic", "policy"):
+        normed = settings[f"algo.{part}.layer_norm"]
+        kernels[part], units[part] = (cost.per_layer, 1.0) if normed else (cost.per_plain_layer, PLAIN)
 
-    def us(layers: int, operations: float, elements: float) -> float:
+    def us(part: str, operations: float, elements: float) -> float:
         row = operations / cost.rate + elements / cost.elements
-        return (cost.kernels + per_layer * layers) * cost.launch + settings["algo.batch_size"] * row
+        launched = cost.kernels + kernels[part] * len(settings[f"algo.{part}.hidden"])
+        return launched * cost.launch + settings["algo.batch_size"] * row
+
+    learned, acting = units["critic"] * sum(hidden), units["policy"] * sum(own)
 
     # The critics' update has targets and gradients; the policy's goes through the critics without their gradients.
-    v = us(len(hidden), 4 * critic + policy, heads * (unit * sum(hidden) + PROJECTION * outputs))
-    p = us(len(own), 3 * policy + 2 * critic, unit * sum(own) + heads / 2 * (unit * sum(hidden) + SOFTMAX * outputs))
+    v = us("critic", 4 * critic + policy, heads * (learned + PROJECTION * outputs))
+    p = us("policy", 3 * policy + 2 * critic, acting + heads / 2 * (learned + SOFTMAX * outputs))
     return v, p
 
 
 def step_us(settings: Mapping[str, Any]) -> float:
     """Return the us of a step of all environments. Raises ``ConfigError``: the task's speed is not known."""
     name, kwargs = settings["task.name"], settings.get("task.kwargs") or {}
-    if kwargs.get("model"):
-        raise ConfigError("task.kwargs.model", kwargs["model"], "none: speeds are known of each task's default model")
+    for where, model in (("task.model", settings.get("task.model")), ("task.kwargs.model", kwargs.get("model"))):
+        if model:
+            raise ConfigError(where, model, "none: speeds are known of each task's default model")
     if kwargs.get("legacy") and f"legacy {name}" in STEPS:
         name = f"legacy {name}"
     if name not in STEPS:
@@ -124,9 +134,10 @@ def check(settings: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: an algorithm that is neither PPO nor an off-policy actor-critic, or other networks.
     """
-    if settings["algo.name"] != "ppo" and not {"algo.v_per_step", "algo.policy.hidden"} <= {*settings}:
+    needed = {"algo.v_per_step", "algo.critic.hidden", "algo.policy.hidden"}
+    if settings["algo.name"] != "ppo" and not needed <= {*settings}:
         raise ConfigError("algo", settings["algo.name"], "an off-policy actor-critic, or PPO")
-    for name, priced in (PPO | MLP if settings["algo.name"] == "ppo" else MLP).items():
+    for name, priced in ((PPO if settings["algo.name"] == "ppo" else {}) | MLP | PLAIN_LOSS).items():
         if (value := settings.get(f"algo.{name}", priced)) != priced:
             raise ConfigError(f"algo.{name}", value, f"{show(priced)}: the time of this one is known")
 
@@ -157,37 +168,61 @@ def sizes_of(config: Config) -> tuple[int, int]:
     return math.prod(spec.obs["policy"].shape), math.prod(spec.action.shape)
 
 
-def price(run: Path, cost: Cost, out: Path | None) -> list[dict[str, float]]:
-    """Return a run's evaluations at estimated seconds; write a copy of it below ``out``.
-
-    Raises:
-        ConfigError: no price is known, or ``out`` has a copy of a run of this name.
-    """
-    config = from_dict(read_config(run))
+def price(run: Path, cost: Cost) -> list[dict[str, float]]:
+    """Return a run's rows at estimated seconds. Raises ``ConfigError``: no price is known, or the run has no rows."""
+    config = from_dict({**read_config(run), "device": "cpu"})
     settings = flat(to_dict(config))
     check(settings)
     rate = env_steps_per_second(settings, *sizes_of(config), cost)
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    for row in rows:
-        row["time/seconds"] = row["steps/env"] / rate
-    if out is not None:
-        copy = out / run.name
-        if copy.exists():
-            raise ConfigError("--out", str(copy), "a folder without a run of this name")
-        copy.mkdir(parents=True)
-        for name in ("config.yaml", "summary.json"):
-            if (run / name).exists():
-                shutil.copy(run / name, copy)
-        (copy / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    wanted = ("time/seconds", "steps/env", "updates/v", "eval/return_mean")
-    return [{k: row[k] for k in wanted if k in row} for row in rows if "eval/return_mean" in row]
+    rows, _ = read_rows(run / "metrics.jsonl")
+    if not rows:
+        raise ConfigError("run", run, "a run with metrics")
+    return [{**row, "time/seconds": row["steps/env"] / rate} for row in rows]
+
+
+def write_copy(run: Path, rows: Sequence[Mapping[str, float]], copy: Path) -> None:
+    """Write a run with these rows; its page names the machine as an estimate."""
+    copy.mkdir(parents=True)
+    for name in ("config.yaml", "summary.json"):
+        if (run / name).exists():
+            shutil.copy(run / name, copy)
+    (copy / "env.json").write_text(json.dumps({"gpu": "estimated seconds of one H100 or H200"}))
+    (copy / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def show_runs(words: Sequence[str], cost: Cost, out: Path | None) -> None:
+    """Print the evaluations of runs at estimated seconds; write copies of the runs below ``out``.
+
+    Raises:
+        ConfigError: no price is known, a run has no rows, or ``out`` cannot have a copy of this name.
+    """
+    priced: dict[str, tuple[Path, list[dict[str, float]]]] = {}
+    for run in find(words)[0]:
+        name = run.resolve().name
+        if out is not None and (name in priced or (out / name).exists() or out.is_file()):
+            raise ConfigError("--out", out / name, "a folder without a run of this name")
+        priced[name if out is not None else str(run)] = (run, price(run, cost))
+    for name, (run, rows) in priced.items():
+        if out is not None:
+            write_copy(run, rows, out / name)
+        print(f"{run.resolve().name}: seconds, env steps, critic updates, return")
+        for row in rows:
+            if math.isfinite(row.get("eval/return_mean", math.nan)):
+                wanted = ("steps/env", "updates/v", "eval/return_mean")
+                print(f"{row['time/seconds']:8.1f} " + " ".join(f"{row[k]:12,.0f}" for k in wanted if k in row))
 
 
 def show_tick(words: Sequence[str], cost: Cost) -> None:
     """Print the prices of the parts of a tick with the settings ``words``."""
-    config = compose(["device=cpu", *words])
-    settings, sizes = flat(to_dict(config)), sizes_of(config)
+    words = [word for word in words if not word.startswith("device=")]
+    scale = [] if any(word.startswith("scale=") for word in words) else ["scale=gpu"]
+    config = compose(["device=cpu", *scale, *words])
+    settings = flat(to_dict(config))
     check(settings)
+    step_us(settings)
+    sizes = sizes_of(config)
+    batch = f", batches of {settings['algo.batch_size']:,}" if "algo.batch_size" in settings else ""
+    print(f"{settings['num_envs']:,} environments{batch}")
     if settings["algo.name"] != "ppo":
         v, p = update_us(settings, *sizes, cost)
         print(f"critic update   {v:9.0f} us x {settings['algo.v_per_step']:g}")
@@ -206,18 +241,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     cost = COSTS[args.kernels]
     kernels = "updates compiled in bfloat16" if args.kernels == "compiled" else "the goals set for updates"
     print(f"estimates for one H100 or H200, {kernels}: docs/results/gpu.md")
-    runs = [Path(word) for word in args.words if Path(word).is_dir()]
+    settings = [word for word in args.words if "=" in word and not Path(word).is_dir()]
     try:
-        if others := [word for word in args.words if Path(word) not in runs]:
-            if runs or args.out:
-                raise ConfigError("run", others[0], "a run directory beside others and with --out")
-            show_tick(others, cost)
-        for run in runs:
-            rows = price(run, cost, args.out)
-            print(f"{run.name}: seconds, env steps, critic updates, return")
-            for row in rows:
-                first, *others = row.values()
-                print(f"{first:8.1f} " + " ".join(f"{value:12,.0f}" for value in others))
+        if settings:
+            if len(settings) < len(args.words) or args.out:
+                raise ConfigError("run", settings[0], "a run directory beside others and with --out")
+            show_tick(settings, cost)
+        else:
+            show_runs(args.words, cost, args.out)
     except ConfigError as error:
         parser.error(str(error))
 
