@@ -74,7 +74,7 @@ def print_settings(overrides: Sequence[str]) -> int:
     for one in settings(config):
         if one.name.startswith(read):
             rows.append([one.name, shown(one.value), allowed(one), f"{one.declaration.doc}{condition(one)}"])
-    about = f"algo={config.algo.name} on {config.task.title}, at this device's scale"
+    about = f"algo={config.algo.name} on {config.task.title}, at the chosen scale"
     rest = "Settings of every run (task, num_envs, budget, eval, ...): pql train --cfg, docs/settings.md."
     emit(f"Settings that {about}, reads:\n\n{table(rows)}\n\n{rest}")
     return 0
