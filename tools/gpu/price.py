@@ -132,7 +132,7 @@ def check(settings: Mapping[str, Any]) -> None:
     """Refuse what this tool has no figures for.
 
     Raises:
-        ConfigError: an algorithm that is neither PPO nor an off-policy actor-critic, or other networks.
+        ConfigError: an algorithm that is neither PPO nor an off-policy actor-critic, other networks, or further losses.
     """
     needed = {"algo.v_per_step", "algo.critic.hidden", "algo.policy.hidden"}
     if settings["algo.name"] != "ppo" and not needed <= {*settings}:
@@ -219,7 +219,7 @@ def show_tick(words: Sequence[str], cost: Cost) -> None:
     config = compose(["device=cpu", *scale, *words])
     settings = flat(to_dict(config))
     check(settings)
-    step_us(settings)
+    step = step_us(settings)
     sizes = sizes_of(config)
     batch = f", batches of {settings['algo.batch_size']:,}" if "algo.batch_size" in settings else ""
     print(f"{settings['num_envs']:,} environments{batch}")
@@ -227,7 +227,7 @@ def show_tick(words: Sequence[str], cost: Cost) -> None:
         v, p = update_us(settings, *sizes, cost)
         print(f"critic update   {v:9.0f} us x {settings['algo.v_per_step']:g}")
         print(f"policy update   {p:9.0f} us x {settings['algo.v_per_step'] * settings['algo.p_per_v']:g}")
-    print(f"step            {step_us(settings):9.0f} us")
+    print(f"step            {step:9.0f} us")
     print(f"tick            {tick_us(settings, *sizes, cost):9.0f} us")
     print(f"env steps/s     {env_steps_per_second(settings, *sizes, cost):9,.0f}")
 
