@@ -101,6 +101,9 @@ def run_of(folder: Path, *words: str) -> Path:
         (["task=ant", "algo.symmetry.augment=half"], "algo.symmetry.augment=half: expected off"),
         (["task=ant", "algo.rnd.weight=0.5"], "algo.rnd.weight=0.5: expected 0"),
         (["task=ant", "algo=flashsac"], "algo.critic.trunk=residual: expected mlp"),
+        (["task=ant", "algo.policy.unit_weights=linear"], "algo.policy.unit_weights=linear: expected none"),
+        (["task=ant", "task.kwargs.engine=batch"], "task.kwargs.engine=batch: expected auto or warp"),
+        (["task=ant", "replay.demos=d.npz"], "replay.demos=d.npz: expected null"),
         (["task=ant", "algo.critic.batch_norm=true"], "algo.critic.batch_norm=true: expected false"),
         (["task=ant", "algo=ppo", "algo.epochs=20"], "algo.epochs=20: expected 4: the time of this one is known"),
         (["task=ant", "algo.lstm=64", "algo.warmup_steps=32"], "algo.lstm=64: expected null"),
@@ -133,6 +136,7 @@ def test_copies_of_runs_show_estimated_seconds(tmp_path, capsys):
         (["seed=1", "--out", tmp_path / "new"], "run=seed=1: expected a run directory"),
         ([tmp_path / "swingupp"], "a run directory, or a folder of runs (did you mean swingup?)"),
         ([run, "--out", run / "config.yaml"], "a folder without a run of this name"),
+        ([run, "--out", run / "config.yaml" / "in"], "a folder that can be written (Not a directory)"),
         ([run, tmp_path / "other", "--out", tmp_path / "both"], "a folder without a run of this name"),
     ):
         with pytest.raises(SystemExit):
@@ -150,6 +154,15 @@ def test_a_tick_is_priced_from_settings(capsys):
     assert numbers[0][-1] == "36"
     assert numbers[1][-1] == "18"
     assert numbers[-1][-1] == "635,115"
+
+
+def test_numbers_of_environments_that_were_not_measured_are_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(price, "sizes_of", lambda config: ANT)
+    said = "(steps of 1,024 environments are extrapolated: 4,096 to 65,536 were measured)"
+    price.main(["task=ant", "algo=pql2", "num_envs=1024"])
+    assert capsys.readouterr().out.splitlines()[1] == f"1,024 environments, batches of 2,048 {said}"
+    price.main([str(run_of(tmp_path / "run", "task=ant", "algo=pql2", "num_envs=1024"))])
+    assert capsys.readouterr().out.splitlines()[1] == f"run: seconds, env steps, critic updates, return {said}"
 
 
 def test_updates_of_other_shapes():

@@ -7,7 +7,7 @@ H100 or H200 from what was measured on one (docs/results/gpu.md):
     step     seconds with 4,096 environments * (FIXED + (1 - FIXED) * environments / 4,096)
     tick     concurrent: the longest worker + OVERLAP * the others, since they share the device; lockstep: the sum (12 %
              below what was measured with PQL on swing-up)
-    PPO      horizon * step + LEARN
+    PPO      horizon * step + LEARN * rows / 65,536
 
 Every figure is an estimate. Updates count as compiled, in bfloat16 and captured in a CUDA graph, whatever algo.amp,
 placement.compile and graphs say; PPO's as they were measured, before they were compiled.
@@ -64,11 +64,13 @@ STEPS = {"ant": 422e3, "legacy ant": 742e3, "humanoid": 561e3, "halfcheetah": 15
 STEPS |= {"hopper": 770e3, "walker2d": 497e3, "go1_velocity": 497e3, "anymal": 514e3, "isaac_ant": 2015e3}
 STEPS |= {"ballbalance": 1319e3, "allegro_hand": 415e3, "shadow_hand": 190e3}
 
+MEASURED = (4096, 65_536)  # environments
 FIXED = 0.6  # the former Ant: 5.5 ms with 4,096 environments, 11.8 with 16,384, 37.1 with 65,536; Humanoid 7.3, 16.1
 OVERLAP = 0.5  # PQL on swing-up: 8.8 ms, of which critics 7.3, policies 2.5, steps .25
 LEARN = 13.2e3  # us of PPO's 8 updates of 32,768 rows: 17.3 ms on swing-up, of which 16 steps take 4.1
 PPO = {"policy.hidden": [256, 128, 64], "critic.hidden": [256, 128, 64], "epochs": 4, "minibatches": 2}  # then
 MLP = {"critic.trunk": "mlp", "policy.trunk": "mlp", "critic.batch_norm": False, "lstm": None}  # as counted
+MLP |= {"critic.unit_weights": "none", "policy.unit_weights": "none"}
 PLAIN_LOSS = {"symmetry.augment": "off", "symmetry.mirror_coef": 0.0, "rnd.weight": 0.0}
 
 
@@ -115,6 +117,8 @@ def step_us(settings: Mapping[str, Any]) -> float:
     for where, model in (("task.model", settings.get("task.model")), ("task.kwargs.model", kwargs.get("model"))):
         if model:
             raise ConfigError(where, model, "none: speeds are known of each task's default model")
+    if (engine := kwargs.get("engine", "auto")) not in ("auto", "warp"):
+        raise ConfigError("task.kwargs.engine", engine, "auto or warp: speeds are those of MuJoCo Warp")
     if kwargs.get("legacy") and f"legacy {name}" in STEPS:
         name = f"legacy {name}"
     if name not in STEPS:
@@ -132,7 +136,8 @@ def check(settings: Mapping[str, Any]) -> None:
     """Refuse what this tool has no figures for.
 
     Raises:
-        ConfigError: an algorithm that is neither PPO nor an off-policy actor-critic, other networks, or further losses.
+        ConfigError: an algorithm that is neither PPO nor an off-policy actor-critic, other networks, further losses, or
+            demonstrations.
     """
     needed = {"algo.v_per_step", "algo.critic.hidden", "algo.policy.hidden"}
     if settings["algo.name"] != "ppo" and not needed <= {*settings}:
@@ -140,6 +145,8 @@ def check(settings: Mapping[str, Any]) -> None:
     for name, priced in ((PPO if settings["algo.name"] == "ppo" else {}) | MLP | PLAIN_LOSS).items():
         if (value := settings.get(f"algo.{name}", priced)) != priced:
             raise ConfigError(f"algo.{name}", value, f"{show(priced)}: the time of this one is known")
+    if (demos := settings.get("replay.demos")) is not None:
+        raise ConfigError("replay.demos", demos, "null: the time of batches without demonstrations is known")
 
 
 def tick_us(settings: Mapping[str, Any], obs: int, actions: int, cost: Cost) -> float:
@@ -158,6 +165,14 @@ def env_steps_per_second(settings: Mapping[str, Any], obs: int, actions: int, co
     return float(1e6 * steps / tick_us(settings, obs, actions, cost))
 
 
+def beyond(settings: Mapping[str, Any]) -> str:
+    """Return a warning if steps of so many environments were not measured, else nothing."""
+    low, high = MEASURED
+    if low <= settings["num_envs"] <= high:
+        return ""
+    return f" (steps of {settings['num_envs']:,} environments are extrapolated: {low:,} to {high:,} were measured)"
+
+
 def sizes_of(config: Config) -> tuple[int, int]:
     """Return the sizes of the observations and actions of a run's task."""
     from pql.engine.placement import machine_of
@@ -168,8 +183,9 @@ def sizes_of(config: Config) -> tuple[int, int]:
     return math.prod(spec.obs["policy"].shape), math.prod(spec.action.shape)
 
 
-def price(run: Path, cost: Cost) -> list[dict[str, float]]:
-    """Return a run's rows at estimated seconds. Raises ``ConfigError``: no price is known, or the run has no rows."""
+def price(run: Path, cost: Cost) -> tuple[list[dict[str, float]], str]:
+    """Return a run's rows at estimated seconds, and :func:`beyond`. Raises ``ConfigError``: no price is known, or the
+    run has no rows."""
     config = from_dict({**read_config(run), "device": "cpu"})
     settings = flat(to_dict(config))
     check(settings)
@@ -177,7 +193,7 @@ def price(run: Path, cost: Cost) -> list[dict[str, float]]:
     rows, _ = read_rows(run / "metrics.jsonl")
     if not rows:
         raise ConfigError("run", run, "a run with metrics")
-    return [{**row, "time/seconds": row["steps/env"] / rate} for row in rows]
+    return [{**row, "time/seconds": row["steps/env"] / rate} for row in rows], beyond(settings)
 
 
 def write_copy(run: Path, rows: Sequence[Mapping[str, float]], copy: Path) -> None:
@@ -194,18 +210,22 @@ def show_runs(words: Sequence[str], cost: Cost, out: Path | None) -> None:
     """Print the evaluations of runs at estimated seconds; write copies of the runs below ``out``.
 
     Raises:
-        ConfigError: no price is known, a run has no rows, or ``out`` cannot have a copy of this name.
+        ConfigError: no price is known, a run has no rows, or ``out`` cannot have a copy of this name. Nothing is
+            written unless all runs have a price.
     """
-    priced: dict[str, tuple[Path, list[dict[str, float]]]] = {}
+    priced: dict[str, tuple[Path, list[dict[str, float]], str]] = {}
     for run in find(words)[0]:
         name = run.resolve().name
         if out is not None and (name in priced or (out / name).exists() or out.is_file()):
             raise ConfigError("--out", out / name, "a folder without a run of this name")
-        priced[name if out is not None else str(run)] = (run, price(run, cost))
-    for name, (run, rows) in priced.items():
+        priced[name if out is not None else str(run)] = (run, *price(run, cost))
+    for name, (run, rows, warning) in priced.items():
         if out is not None:
-            write_copy(run, rows, out / name)
-        print(f"{run.resolve().name}: seconds, env steps, critic updates, return")
+            try:
+                write_copy(run, rows, out / name)
+            except OSError as error:
+                raise ConfigError("--out", out, f"a folder that can be written ({error.strerror})") from None
+        print(f"{run.resolve().name}: seconds, env steps, critic updates, return{warning}")
         for row in rows:
             if math.isfinite(row.get("eval/return_mean", math.nan)):
                 wanted = ("steps/env", "updates/v", "eval/return_mean")
@@ -222,7 +242,7 @@ def show_tick(words: Sequence[str], cost: Cost) -> None:
     step = step_us(settings)
     sizes = sizes_of(config)
     batch = f", batches of {settings['algo.batch_size']:,}" if "algo.batch_size" in settings else ""
-    print(f"{settings['num_envs']:,} environments{batch}")
+    print(f"{settings['num_envs']:,} environments{batch}{beyond(settings)}")
     if settings["algo.name"] != "ppo":
         v, p = update_us(settings, *sizes, cost)
         print(f"critic update   {v:9.0f} us x {settings['algo.v_per_step']:g}")
