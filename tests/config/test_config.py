@@ -281,10 +281,10 @@ def test_the_scale_follows_the_device(monkeypatch):
 def test_few_environments_with_many_updates_are_a_scale_of_pql2():
     few, cpu = (compose(["device=cpu", "algo=pql2", f"scale={scale}"]) for scale in ("samples", "cpu"))
     assert (few.num_envs, few.budget.env_steps, few.budget.seconds) == (32, 1_000_000, None)
-    assert (few.algo.batch_size, few.algo.v_per_step, few.algo.alpha) == (512, 8, 0.01)
+    assert (few.algo.batch_size, few.algo.v_per_step) == (512, 8)
     assert [part.hidden for part in (few.algo.critic, few.algo.policy)] == [[256, 256]] * 2
     networks = {part: replace(getattr(few.algo, part), hidden=[128, 128]) for part in ("critic", "policy")}
-    assert replace(few.algo, batch_size=256, v_per_step=2, alpha=0.1, **networks) == cpu.algo
+    assert replace(few.algo, batch_size=256, v_per_step=2, **networks) == cpu.algo
     message = "scale=samples: expected one of cpu, gpu: algo=ppo has no settings for another"
     assert refusal("algo=ppo", "scale=samples") == message
 
