@@ -101,6 +101,7 @@ def run_of(folder: Path, *words: str) -> Path:
         (["task=ant", "algo.symmetry.augment=half"], "algo.symmetry.augment=half: expected off"),
         (["task=ant", "algo.rnd.weight=0.5"], "algo.rnd.weight=0.5: expected 0"),
         (["task=ant", "algo=flashsac"], "algo.critic.trunk=residual: expected mlp"),
+        (["task=ant", "algo.critic.unit_weights=linear"], "algo.critic.unit_weights=linear: expected none"),
         (["task=ant", "algo.policy.unit_weights=linear"], "algo.policy.unit_weights=linear: expected none"),
         (["task=ant", "task.kwargs.engine=batch"], "task.kwargs.engine=batch: expected auto or warp"),
         (["task=ant", "replay.demos=d.npz"], "replay.demos=d.npz: expected null"),
@@ -136,7 +137,8 @@ def test_copies_of_runs_show_estimated_seconds(tmp_path, capsys):
         (["seed=1", "--out", tmp_path / "new"], "run=seed=1: expected a run directory"),
         ([tmp_path / "swingupp"], "a run directory, or a folder of runs (did you mean swingup?)"),
         ([run, "--out", run / "config.yaml"], "a folder without a run of this name"),
-        ([run, "--out", run / "config.yaml" / "in"], "a folder that can be written (Not a directory)"),
+        ([run, "--out", run / "config.yaml" / "in"], "[Errno 20] Not a directory: '"),
+        ([run, "--out", tmp_path / ("long" * 99)], "[Errno 36] File name too long: '"),
         ([run, tmp_path / "other", "--out", tmp_path / "both"], "a folder without a run of this name"),
     ):
         with pytest.raises(SystemExit):
@@ -158,11 +160,18 @@ def test_a_tick_is_priced_from_settings(capsys):
 
 def test_numbers_of_environments_that_were_not_measured_are_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(price, "sizes_of", lambda config: ANT)
-    said = "(steps of 1,024 environments are extrapolated: 4,096 to 65,536 were measured)"
-    price.main(["task=ant", "algo=pql2", "num_envs=1024"])
-    assert capsys.readouterr().out.splitlines()[1] == f"1,024 environments, batches of 2,048 {said}"
-    price.main([str(run_of(tmp_path / "run", "task=ant", "algo=pql2", "num_envs=1024"))])
-    assert capsys.readouterr().out.splitlines()[1] == f"run: seconds, env steps, critic updates, return {said}"
+    said = " (steps of {} environments are extrapolated: measured with 4,096 to 65,536 of Ant)"
+    for number, warning in (("1,024", said), ("4,096", ""), ("65,536", ""), ("131,072", said)):
+        warning = warning.format(number)
+        words = ("task=ant", "algo=pql2", f"num_envs={number.replace(',', '')}")
+        price.main([*words])
+        assert capsys.readouterr().out.splitlines()[1] == f"{number} environments, batches of 2,048{warning}"
+        price.main([str(run_of(tmp_path / number, *words)), "--out", str(tmp_path / "out")])
+        assert (
+            capsys.readouterr().out.splitlines()[1] == f"{number}: seconds, env steps, critic updates, return{warning}"
+        )
+        (page,) = read([tmp_path / "out" / number])
+        assert page.machine == f"estimated seconds of one H100 or H200{warning}"
 
 
 def test_updates_of_other_shapes():

@@ -64,7 +64,7 @@ STEPS = {"ant": 422e3, "legacy ant": 742e3, "humanoid": 561e3, "halfcheetah": 15
 STEPS |= {"hopper": 770e3, "walker2d": 497e3, "go1_velocity": 497e3, "anymal": 514e3, "isaac_ant": 2015e3}
 STEPS |= {"ballbalance": 1319e3, "allegro_hand": 415e3, "shadow_hand": 190e3}
 
-MEASURED = (4096, 65_536)  # environments
+MEASURED = (4096, 65_536)  # environments of the former Ant; of Humanoid up to 16,384
 FIXED = 0.6  # the former Ant: 5.5 ms with 4,096 environments, 11.8 with 16,384, 37.1 with 65,536; Humanoid 7.3, 16.1
 OVERLAP = 0.5  # PQL on swing-up: 8.8 ms, of which critics 7.3, policies 2.5, steps .25
 LEARN = 13.2e3  # us of PPO's 8 updates of 32,768 rows: 17.3 ms on swing-up, of which 16 steps take 4.1
@@ -118,7 +118,9 @@ def step_us(settings: Mapping[str, Any]) -> float:
         if model:
             raise ConfigError(where, model, "none: speeds are known of each task's default model")
     if (engine := kwargs.get("engine", "auto")) not in ("auto", "warp"):
-        raise ConfigError("task.kwargs.engine", engine, "auto or warp: speeds are those of MuJoCo Warp")
+        raise ConfigError(
+            "task.kwargs.engine", engine, "auto or warp: speeds are of MuJoCo Warp, which auto is on a GPU"
+        )
     if kwargs.get("legacy") and f"legacy {name}" in STEPS:
         name = f"legacy {name}"
     if name not in STEPS:
@@ -170,7 +172,9 @@ def beyond(settings: Mapping[str, Any]) -> str:
     low, high = MEASURED
     if low <= settings["num_envs"] <= high:
         return ""
-    return f" (steps of {settings['num_envs']:,} environments are extrapolated: {low:,} to {high:,} were measured)"
+    return (
+        f" (steps of {settings['num_envs']:,} environments are extrapolated: measured with {low:,} to {high:,} of Ant)"
+    )
 
 
 def sizes_of(config: Config) -> tuple[int, int]:
@@ -196,13 +200,13 @@ def price(run: Path, cost: Cost) -> tuple[list[dict[str, float]], str]:
     return [{**row, "time/seconds": row["steps/env"] / rate} for row in rows], beyond(settings)
 
 
-def write_copy(run: Path, rows: Sequence[Mapping[str, float]], copy: Path) -> None:
-    """Write a run with these rows; its page names the machine as an estimate."""
+def write_copy(run: Path, rows: Sequence[Mapping[str, float]], copy: Path, warning: str) -> None:
+    """Write a run with these rows; its page names the machine as an estimate, with the warning."""
     copy.mkdir(parents=True)
     for name in ("config.yaml", "summary.json"):
         if (run / name).exists():
             shutil.copy(run / name, copy)
-    (copy / "env.json").write_text(json.dumps({"gpu": "estimated seconds of one H100 or H200"}))
+    (copy / "env.json").write_text(json.dumps({"gpu": f"estimated seconds of one H100 or H200{warning}"}))
     (copy / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -221,10 +225,7 @@ def show_runs(words: Sequence[str], cost: Cost, out: Path | None) -> None:
         priced[name if out is not None else str(run)] = (run, *price(run, cost))
     for name, (run, rows, warning) in priced.items():
         if out is not None:
-            try:
-                write_copy(run, rows, out / name)
-            except OSError as error:
-                raise ConfigError("--out", out, f"a folder that can be written ({error.strerror})") from None
+            write_copy(run, rows, out / name, warning)
         print(f"{run.resolve().name}: seconds, env steps, critic updates, return{warning}")
         for row in rows:
             if math.isfinite(row.get("eval/return_mean", math.nan)):
@@ -269,7 +270,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             show_tick(settings, cost)
         else:
             show_runs(args.words, cost, args.out)
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:
         parser.error(str(error))
 
 
