@@ -70,7 +70,7 @@ LONG_FILES: dict[str, str] = {}
 """Modules that may have more than 400 lines, with the reason."""
 LONG_FUNCTIONS: dict[str, str] = {}
 """Functions that may have more than 60 lines, with the reason."""
-MOST_LINES = {"pql": 49_210, "tests": 52_470, "tools": 6_962}
+MOST_LINES = {"pql": 49_210, "tests": 52_470, "tools": 6_961}
 """Lines of Python a folder may have. A commit that removes lines lowers its number, one that raises it says why."""
 
 

@@ -144,11 +144,10 @@ def check(settings: Mapping[str, Any]) -> None:
     needed = {"algo.v_per_step", "algo.critic.hidden", "algo.policy.hidden"}
     if settings["algo.name"] != "ppo" and not needed <= {*settings}:
         raise ConfigError("algo", settings["algo.name"], "an off-policy actor-critic, or PPO")
-    for name, priced in ((PPO if settings["algo.name"] == "ppo" else {}) | MLP | PLAIN_LOSS).items():
-        if (value := settings.get(f"algo.{name}", priced)) != priced:
-            raise ConfigError(f"algo.{name}", value, f"{show(priced)}: the time of this one is known")
-    if (demos := settings.get("replay.demos")) is not None:
-        raise ConfigError("replay.demos", demos, "null: the time of batches without demonstrations is known")
+    known = (PPO if settings["algo.name"] == "ppo" else {}) | MLP | PLAIN_LOSS
+    for name, priced in ({f"algo.{name}": value for name, value in known.items()} | {"replay.demos": None}).items():
+        if (value := settings.get(name, priced)) != priced:
+            raise ConfigError(name, value, f"{show(priced)}: the time of this one is known")
 
 
 def tick_us(settings: Mapping[str, Any], obs: int, actions: int, cost: Cost) -> float:
